@@ -1,0 +1,126 @@
+"""The contract between the public modules and the two engines, and the choice between them.
+
+An engine makes a `Runtime` from a `ModelSpec`: the object that owns one model's parameters and optimizer state
+and computes with them. `numba_tcnn.reference` does so in NumPy, `numba_tcnn.fused` in fused CUDA kernels; neither
+knows the other, and the public modules know only this contract. Arrays cross it as `arrays.ArrayView`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from .arrays import ArrayView
+from .specs import LossSpec, ModelSpec, OptimizerSpec
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine can't run this model here: no usable device, a kernel that doesn't compile, an unsupported option.
+
+    `no_device` is True where there is no NVIDIA device at all, which is nobody's fault and needs no warning.
+    """
+
+    def __init__(self, reason: str, *, no_device: bool = False):
+        super().__init__(reason)
+        self.no_device = no_device
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What `explain()` tells of one loaded kernel."""
+
+    name: str
+    plan: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    threads: int
+    blocks: int
+    compile_seconds: float
+    from_cache: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which engine runs and why; printed by `print(model.explain())`."""
+
+    engine: str
+    reason: str
+    device: str
+    dtype: str
+    kernels: tuple[KernelReport, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [f"engine: {self.engine} ({self.reason})", f"device: {self.device}, compute in {self.dtype}"]
+        for k in self.kernels:
+            lines.append(
+                f"  {k.name}: {k.plan}; {k.threads} threads, {k.registers} registers, {k.spill_bytes} B spilled, "
+                f"{k.shared_bytes} B shared memory, {'cached' if k.from_cache else f'compiled in {k.compile_seconds:.2f} s'}"
+            )
+        return "\n".join(lines)
+
+
+class LossHandle(Protocol):
+    """A training step's loss; reading it may wait for the device."""
+
+    def value(self) -> float: ...
+
+
+class Runtime(Protocol):
+    """One model on one engine. Batches are [batch, n]; batch 0 never reaches a runtime."""
+
+    name: str  # "fused" | "reference"
+    spec: ModelSpec
+
+    # -- parameters: the flat float32 master vector of `layout.py`
+    def get_params(self) -> np.ndarray: ...
+    def set_params(self, params: np.ndarray) -> None: ...
+
+    # -- the module
+    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
+        """Write y [batch, n_output_dims] into `out` (float32 or float16)."""
+
+    def backward(
+        self,
+        x: ArrayView,
+        dL_dy: ArrayView,
+        *,
+        params: ArrayView | None,
+        accumulate: bool,
+        input: ArrayView | None,
+        stream: int | None = None,
+    ) -> None:
+        """Forward again, then write dL/dparams [n_params] and dL/dx [batch, n_input_dims] (float32) where asked for.
+
+        `accumulate` adds to what `params` holds instead of overwriting it. No loss scale goes in or comes out.
+        """
+
+    # -- training
+    def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None: ...
+
+    def training_step(
+        self,
+        x: ArrayView,
+        y: ArrayView | None,
+        *,
+        data_pdf: ArrayView | None = None,
+        external_gradient: ArrayView | None = None,
+        run_optimizer: bool = True,
+        stream: int | None = None,
+    ) -> LossHandle: ...
+
+    learning_rate: float
+    step: int  # optimizer steps asked for, skipped ones included
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because a gradient was not finite."""
+
+    def optimizer_state(self) -> dict[str, np.ndarray | int | float]: ...
+    def load_optimizer_state(self, state: dict[str, np.ndarray | int | float]) -> None: ...
+
+    def explain(self) -> Explanation: ...
+    def close(self) -> None:
+        """Release device memory; the runtime is not used afterwards."""

@@ -1,0 +1,122 @@
+"""Where each parameter lives in the flat float32 vector: a pure function of the model's spec.
+
+Order and padding are tiny-cuda-nn's: the network's weight matrices first (each row-major [fan_out, fan_in],
+padded rows and columns included), then the encoding's parameters. A grid stores level after level; entry `i`,
+feature `f` of a level stands at `(level.offset + i) * n_features_per_level + f` from the encoding's start.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .specs import CompositeSpec, EncodingSpec, GridSpec, ModelSpec, round_up
+
+MAX_ENTRIES_PER_LEVEL = (2**32 - 1) // 2
+LEVEL_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class GridLevel:
+    """Geometry of one grid level.
+
+    scale       float32 value: cells per unit of x (a vertex lies at (p - 0.5) / scale)
+    resolution  vertices along each axis
+    n_entries   rows of the level's table
+    offset      first row of the level in the encoding's table
+    hashed      whether a vertex's row is its hash; otherwise it is the dense index, modulo n_entries
+    """
+
+    scale: float
+    resolution: int
+    n_entries: int
+    offset: int
+    hashed: bool
+
+
+def level_scale(level: int, log2_per_level_scale: np.float32, base_resolution: int) -> float:
+    """exp2(level * log2(b)) * N_min - 1, every operation rounded to float32."""
+    growth = np.exp2(np.float32(np.float32(level) * log2_per_level_scale)).astype(np.float32)
+    return float(np.float32(np.float32(growth * np.float32(base_resolution)) - np.float32(1)))
+
+
+def grid_levels(spec: GridSpec) -> tuple[GridLevel, ...]:
+    """The level table. tiny-cuda-nn's rule: N^D entries, rounded up to 8, then capped by table or tile size."""
+    log2_scale = np.float32(np.log2(np.float32(spec.per_level_scale)))
+    levels, offset = [], 0
+    for level in range(spec.n_levels):
+        scale = level_scale(level, log2_scale, spec.base_resolution)
+        resolution = math.ceil(scale) + 1
+        n_vertices = resolution**spec.n_input_dims
+        n_entries = round_up(min(n_vertices, MAX_ENTRIES_PER_LEVEL), LEVEL_ALIGNMENT)
+        if spec.type == "Tiled":
+            n_entries = min(n_entries, spec.base_resolution**spec.n_input_dims)
+        elif spec.type == "Hash":
+            n_entries = min(n_entries, 1 << spec.log2_hashmap_size)
+        hashed = spec.type == "Hash" and n_entries < n_vertices
+        levels.append(GridLevel(scale, resolution, n_entries, offset, hashed))
+        offset += n_entries
+    return tuple(levels)
+
+
+def n_encoding_params(spec: EncodingSpec) -> int:
+    if isinstance(spec, GridSpec):
+        last = grid_levels(spec)[-1]
+        return (last.offset + last.n_entries) * spec.n_features_per_level
+    if isinstance(spec, CompositeSpec):
+        return sum(n_encoding_params(child.encoding) for child in spec.nested)
+    return 0
+
+
+def n_network_params(spec: ModelSpec) -> int:
+    return sum(fan_out * fan_in for fan_out, fan_in in spec.layer_shapes)
+
+
+def n_params(spec: ModelSpec) -> int:
+    return n_network_params(spec) + n_encoding_params(spec.encoding)
+
+
+@dataclass(frozen=True)
+class ParameterBlock:
+    """One named part of the flat vector: `shape` as stored, `logical_shape` without padding (its upper left corner)."""
+
+    name: str
+    offset: int
+    shape: tuple[int, int]
+    logical_shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def parameter_blocks(spec: ModelSpec) -> tuple[ParameterBlock, ...]:
+    """Named blocks in storage order: layer0.weight ..., then grid.level0 ... (nested0.grid.level0 ... in a composite)."""
+    blocks, offset = [], 0
+    shapes = spec.layer_shapes
+    for i, (fan_out, fan_in) in enumerate(shapes):
+        rows = spec.n_output_dims if i == len(shapes) - 1 else spec.network.n_neurons
+        columns = spec.encoding_width if i == 0 else spec.network.n_neurons
+        blocks.append(ParameterBlock(f"layer{i}.weight", offset, (fan_out, fan_in), (rows, columns)))
+        offset += fan_out * fan_in
+    blocks.extend(_encoding_blocks(spec.encoding, offset, ""))
+    return tuple(blocks)
+
+
+def _encoding_blocks(spec: EncodingSpec, offset: int, prefix: str) -> list[ParameterBlock]:
+    if isinstance(spec, GridSpec):
+        n_features = spec.n_features_per_level
+        blocks = []
+        for i, level in enumerate(grid_levels(spec)):
+            shape = (level.n_entries, n_features)
+            blocks.append(ParameterBlock(f"{prefix}grid.level{i}", offset + level.offset * n_features, shape, shape))
+        return blocks
+    if isinstance(spec, CompositeSpec):
+        blocks = []
+        for i, child in enumerate(spec.nested):
+            blocks.extend(_encoding_blocks(child.encoding, offset, f"{prefix}nested{i}."))
+            offset += n_encoding_params(child.encoding)
+        return blocks
+    return []
