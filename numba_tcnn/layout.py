@@ -37,14 +37,18 @@ class GridLevel:
 
 
 def level_scale(level: int, log2_per_level_scale: np.float32, base_resolution: int) -> float:
-    """exp2(level * log2(b)) * N_min - 1, every operation rounded to float32."""
-    growth = np.exp2(np.float32(np.float32(level) * log2_per_level_scale)).astype(np.float32)
+    """exp2(level * log2(b)) * N_min - 1, every operation rounded to float32.
+
+    exp2 and log2 are taken in float64 first: NumPy's own float32 versions are an ulp off here and there, which moves
+    a level that ends on a whole number to the next resolution.
+    """
+    growth = np.float32(2.0 ** float(np.float32(level) * log2_per_level_scale))
     return float(np.float32(np.float32(growth * np.float32(base_resolution)) - np.float32(1)))
 
 
 def grid_levels(spec: GridSpec) -> tuple[GridLevel, ...]:
     """The level table. tiny-cuda-nn's rule: N^D entries, rounded up to 8, then capped by table or tile size."""
-    log2_scale = np.float32(np.log2(np.float32(spec.per_level_scale)))
+    log2_scale = np.float32(math.log2(np.float32(spec.per_level_scale)))
     levels, offset = [], 0
     for level in range(spec.n_levels):
         scale = level_scale(level, log2_scale, spec.base_resolution)
@@ -93,7 +97,7 @@ class ParameterBlock:
 
 
 def parameter_blocks(spec: ModelSpec) -> tuple[ParameterBlock, ...]:
-    """Named blocks in storage order: layer0.weight ..., then grid.level0 ... (nested0.grid.level0 ... in a composite)."""
+    """Named blocks in storage order: layer0.weight ..., grid.level0 ... (nested0.grid.level0 ... in a composite)."""
     blocks, offset = [], 0
     shapes = spec.layer_shapes
     for i, (fan_out, fan_in) in enumerate(shapes):
