@@ -1,0 +1,151 @@
+"""The engine contract of `numba_tcnn.engines`, on top of `Model` and an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_tcnn.arrays import ArrayView
+from numba_tcnn.engines import Explanation
+from numba_tcnn.layout import n_network_params, n_params
+from numba_tcnn.specs import LossSpec, ModelSpec, OptimizerSpec
+
+from .losses import loss_function
+from .model import Model
+from .optimizers import Adam, State, make_optimizer
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss that is already known."""
+
+    number: float
+
+    def value(self) -> float:
+        return self.number
+
+
+class ReferenceRuntime:
+    """One model in NumPy. The float32 master parameters are its own; see `engines.Runtime` for the methods."""
+
+    name = "reference"
+
+    def __init__(self, spec: ModelSpec, params: np.ndarray, dtype: str):
+        self.spec = spec
+        self.params = np.array(params, np.float32)
+        self.model = Model(spec, self.params, dtype)
+        self.optimizer: Adam | None = None
+        self.loss = LossSpec()
+        self.gradients: np.ndarray | None = None  # of the last training step, kept to reuse its memory
+        self._skipped_steps = 0
+
+    def get_params(self) -> np.ndarray:
+        return self.params.copy()
+
+    def set_params(self, params: np.ndarray) -> None:
+        self.params[:] = params
+        self.model.refresh()
+
+    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
+        out.numpy()[...] = self.model.forward(x.numpy())
+
+    def backward(
+        self,
+        x: ArrayView,
+        dL_dy: ArrayView,
+        *,
+        params: ArrayView | None,
+        accumulate: bool,
+        input: ArrayView | None,
+        stream: int | None = None,
+    ) -> None:
+        asked = {"params": params is not None, "input": input is not None}
+        gradients = self.model.backward(x.numpy(), dL_dy.numpy(), **asked)
+        if params is not None:
+            target = params.numpy()
+            target[...] = target + gradients.params if accumulate else gradients.params
+        if input is not None:
+            input.numpy()[...] = gradients.input
+
+    def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
+        loss_function(loss, self.spec.n_output_dims)  # refuses a loss that can't be evaluated
+        self.optimizer = make_optimizer(optimizer, n_params(self.spec), n_network_params(self.spec))
+        self.loss = loss
+        self.gradients = np.empty(n_params(self.spec), self.model.precision.compute)
+        self._skipped_steps = 0
+
+    def training_step(
+        self,
+        x: ArrayView,
+        y: ArrayView | None,
+        *,
+        data_pdf: ArrayView | None = None,
+        external_gradient: ArrayView | None = None,
+        run_optimizer: bool = True,
+        stream: int | None = None,
+    ) -> Loss:
+        """With an external gradient there is no loss; its value is then 0."""
+        optimizer, loss = self._training(), 0.0
+        if external_gradient is not None:
+            self.model.backward(x.numpy(), external_gradient.numpy(), input=False, out=self.gradients)
+        else:
+            pdf = None if data_pdf is None else data_pdf.numpy()
+            loss, _ = self.model.loss_and_gradients(
+                x.numpy(), y.numpy(), self.loss, pdf, input=False, out=self.gradients
+            )
+        if run_optimizer:
+            if all_finite(self.gradients):
+                optimizer.step(self.params, self.gradients.astype(np.float32, copy=False))
+                self.model.refresh()
+            else:
+                optimizer.current_step += 1
+                self._skipped_steps += 1
+        return Loss(loss)
+
+    @property
+    def learning_rate(self) -> float:
+        return self._training().learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._training().learning_rate = float(value)
+
+    @property
+    def step(self) -> int:
+        return self._training().current_step
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._skipped_steps
+
+    def optimizer_state(self) -> State:
+        return self._training().state()
+
+    def load_optimizer_state(self, state: State) -> None:
+        self._training().load_state(state)
+
+    def explain(self) -> Explanation:
+        device = f"CPU (NumPy {np.__version__})"
+        return Explanation("reference", "computed in NumPy", device, self.model.precision.name)
+
+    def close(self) -> None:
+        self.gradients = self.optimizer = None
+
+    def _training(self) -> Adam:
+        if self.optimizer is None:
+            raise RuntimeError("configure_training has not been called")
+        return self.optimizer
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no element is NaN or infinite; extrema propagate both, and need no temporary array."""
+    return bool(np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0)))
+
+
+def create_runtime(spec: ModelSpec, params: np.ndarray, *, dtype: str, seed: int) -> ReferenceRuntime:
+    """A runtime that starts from `params`, float32 [n_params]. Raises EngineUnavailable for what is not implemented.
+
+    Nothing this engine has yet draws random numbers while it runs, so `seed` has no effect.
+    """
+    return ReferenceRuntime(spec, params, dtype)
