@@ -1,0 +1,265 @@
+"""What each array library calls the six things `arrays.py` needs: describe, to_host, write, convert, empty, take.
+
+One class per kind, all with the same methods. A library is looked up in `sys.modules` - whoever holds one of its
+arrays has imported it - and never imported from here. NumPy stands for everything that lives on the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Description(NamedTuple):
+    """Where an array's numbers are; the fields of `arrays.ArrayView` but the array itself and its kind."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    strides: tuple[int, ...] | None
+    pointer: int
+    on_device: bool = False
+    device: int | None = 0
+    stream: int | None = None
+
+
+def kind_of(x: Any) -> str:
+    """The kind of an array, by the module that its type (or a base class of it) comes from."""
+    roots = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "numba": "numba", "numba_cuda": "numba"}
+    for base in type(x).__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in roots:
+            return roots[root]
+    return "cuda" if hasattr(x, "__cuda_array_interface__") else "numpy"
+
+
+def dtype_name(x: Any) -> str:
+    """float16, bfloat16, int64 ...: the element type's name, the same in every library."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def describe_interface(x: Any, device: int | None) -> Description:
+    """Description from `__cuda_array_interface__` (version 3: strides None means C order, stream None means ready)."""
+    interface = x.__cuda_array_interface__
+    return Description(
+        shape=tuple(interface["shape"]),
+        dtype=np.dtype(interface["typestr"]),
+        strides=None if interface.get("strides") is None else tuple(interface["strides"]),
+        pointer=interface["data"][0] or 0,
+        on_device=True,
+        device=device,
+        stream=interface.get("stream"),
+    )
+
+
+class NumpyArrays:
+    @staticmethod
+    def describe(x: np.ndarray) -> Description:
+        return Description(x.shape, x.dtype, None if x.flags.c_contiguous else x.strides, x.ctypes.data)
+
+    @staticmethod
+    def to_host(x: np.ndarray) -> np.ndarray:
+        return x
+
+    @staticmethod
+    def write(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+        x[...] = values
+        return x
+
+    @staticmethod
+    def convert(x: np.ndarray, dtype: str) -> np.ndarray:
+        return np.ascontiguousarray(x, dtype)
+
+    @staticmethod
+    def empty(like: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    @staticmethod
+    def take(x: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        return np.take(x, indices, axis=0)
+
+
+class CupyArrays:
+    @staticmethod
+    def describe(x: Any) -> Description:
+        return describe_interface(x, x.device.id)
+
+    @staticmethod
+    def to_host(x: Any) -> np.ndarray:
+        return x.get()
+
+    @staticmethod
+    def write(x: Any, values: np.ndarray) -> Any:
+        x.set(np.ascontiguousarray(values, x.dtype))
+        return x
+
+    @staticmethod
+    def convert(x: Any, dtype: str) -> Any:
+        return x.astype(dtype, order="C", copy=False)
+
+    @staticmethod
+    def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(like.device.id):
+            return cupy.empty(shape, dtype)
+
+    @staticmethod
+    def take(x: Any, indices: np.ndarray) -> Any:
+        return x[sys.modules["cupy"].asarray(indices)]
+
+
+class TorchArrays:
+    @staticmethod
+    def describe(x: Any) -> Description:
+        dtype = np.dtype(dtype_name(x))
+        strides = None if x.is_contiguous() else tuple(step * dtype.itemsize for step in x.stride())
+        if not x.is_cuda:
+            return Description(tuple(x.shape), dtype, strides, x.data_ptr())
+        stream = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
+        return Description(tuple(x.shape), dtype, strides, x.data_ptr(), True, x.device.index, stream)
+
+    @staticmethod
+    def to_host(x: Any) -> np.ndarray:
+        return x.detach().cpu().numpy()
+
+    @staticmethod
+    def write(x: Any, values: np.ndarray) -> Any:
+        torch = sys.modules["torch"]
+        with torch.no_grad():
+            x.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        return x
+
+    @staticmethod
+    def convert(x: Any, dtype: str) -> Any:
+        return x.detach().to(getattr(sys.modules["torch"], dtype)).contiguous()
+
+    @staticmethod
+    def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+
+    @staticmethod
+    def take(x: Any, indices: np.ndarray) -> Any:
+        return x[sys.modules["torch"].from_numpy(indices).to(x.device)]
+
+
+class NumbaArrays:
+    """Numba's device arrays; they can't gather or cast, so that goes through the host."""
+
+    @staticmethod
+    def describe(x: Any) -> Description:
+        description = describe_interface(x, x.gpu_data.context.device.id)
+        return description._replace(strides=None) if x.flags["C_CONTIGUOUS"] else description
+
+    @staticmethod
+    def to_host(x: Any) -> np.ndarray:
+        return x.copy_to_host()
+
+    @staticmethod
+    def write(x: Any, values: np.ndarray) -> Any:
+        x.copy_to_device(np.ascontiguousarray(values, x.dtype))
+        return x
+
+    @staticmethod
+    def convert(x: Any, dtype: str) -> Any:
+        if x.dtype == dtype and x.flags["C_CONTIGUOUS"]:
+            return x
+        return sys.modules["numba.cuda"].to_device(np.ascontiguousarray(x.copy_to_host(), dtype))
+
+    @staticmethod
+    def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return sys.modules["numba.cuda"].device_array(shape, dtype)
+
+    @staticmethod
+    def take(x: Any, indices: np.ndarray) -> Any:
+        return sys.modules["numba.cuda"].to_device(np.take(x.copy_to_host(), indices, axis=0))
+
+
+class CudaArrays:
+    """Any other object with `__cuda_array_interface__`; copies go through Numba, memory comes from the fused engine."""
+
+    @staticmethod
+    def numba_array(x: Any) -> Any:
+        return importlib.import_module("numba.cuda").as_cuda_array(x)
+
+    @staticmethod
+    def describe(x: Any) -> Description:
+        return describe_interface(x, None)  # the interface doesn't say which device
+
+    @staticmethod
+    def to_host(x: Any) -> np.ndarray:
+        return CudaArrays.numba_array(x).copy_to_host()
+
+    @staticmethod
+    def write(x: Any, values: np.ndarray) -> Any:
+        CudaArrays.numba_array(x).copy_to_device(np.ascontiguousarray(values))
+        return x
+
+    @staticmethod
+    def convert(x: Any, dtype: str) -> Any:
+        description = CudaArrays.describe(x)
+        if description.dtype == dtype and description.strides is None:
+            return x
+        return device_array(np.ascontiguousarray(CudaArrays.to_host(x), dtype))
+
+    @staticmethod
+    def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return device_array(np.empty(shape, dtype))
+
+    @staticmethod
+    def take(x: Any, indices: np.ndarray) -> Any:
+        return device_array(np.take(CudaArrays.to_host(x), indices, axis=0))
+
+
+class JaxArrays:
+    """JAX arrays can't be written: `arrays.empty_like` gives plain memory that `from_storage` turns into one."""
+
+    @staticmethod
+    def jax_device(x: Any) -> Any:
+        devices = list(x.devices())
+        if len(devices) != 1:
+            raise TypeError(f"a JAX array on {len(devices)} devices can't be used; gather it on one device first")
+        return devices[0]
+
+    @staticmethod
+    def describe(x: Any) -> Description:
+        device = JaxArrays.jax_device(x)
+        if device.platform == "cpu":
+            return NumpyArrays.describe(np.asarray(x))
+        x.block_until_ready()  # JAX has no public stream to wait for
+        return describe_interface(x, device.local_hardware_id)
+
+    @staticmethod
+    def to_host(x: Any) -> np.ndarray:
+        return np.asarray(x)
+
+    @staticmethod
+    def convert(x: Any, dtype: str) -> Any:
+        return x.astype(dtype)  # JAX arrays are always in C order
+
+    @staticmethod
+    def take(x: Any, indices: np.ndarray) -> Any:
+        return x[indices]
+
+    @staticmethod
+    def from_storage(like: Any, storage: Any) -> Any:
+        """A JAX array on `like`'s device with a copy of what `storage` (NumPy or device memory) holds."""
+        jax = sys.modules["jax"]
+        return jax.device_put(jax.numpy.array(storage), JaxArrays.jax_device(like))
+
+
+def device_array(values: np.ndarray) -> Any:
+    """Device memory with a copy of `values`, owned by the fused engine, as an object with the CUDA array interface."""
+    return importlib.import_module("numba_tcnn.fused").to_device(values)
+
+
+KINDS = {
+    "numpy": NumpyArrays,
+    "cupy": CupyArrays,
+    "torch": TorchArrays,
+    "jax": JaxArrays,
+    "numba": NumbaArrays,
+    "cuda": CudaArrays,
+}

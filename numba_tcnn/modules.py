@@ -1,0 +1,364 @@
+"""What computes y [batch, n_output_dims] from x [batch, n_input_dims]: an encoding, a network, or both in a row.
+
+All three are one `Module`: parameters, inference, and a forward and backward pass for training loops of one's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import ArrayView, batch, view
+from .config import parse_model
+from .config_keys import did_you_mean
+from .engine_selection import EngineOptions, SelectedEngine
+from .engines import Explanation
+from .initial_values import initial_params
+from .layout import n_params, parameter_blocks
+from .specs import ModelSpec
+
+
+class NotPickled:
+    """Deep copies are models of their own; pickling is refused, a runtime holds device memory and loaded kernels."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} can't be pickled, and there is no save() yet: store the config and `.params` "
+            f"(a NumPy array), create the same from the config and assign the array to its `.params`"
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a backward pass needs of its forward pass: the inputs, and which version of the parameters it saw.
+
+    The inputs are kept, not copied: leave their memory alone until the backward pass.
+    """
+
+    module: Module
+    x: ArrayView
+    parameters_version: int
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """dL/dparams, flat like `Module.params`, and dL/dx [batch, n_input_dims]; None where not asked for."""
+
+    params: Any
+    input: Any
+
+
+class Module(NotPickled):
+    """A differentiable function of x with parameters. Made through one of its subclasses."""
+
+    def __init__(self, spec: ModelSpec, options: EngineOptions, *, seeding: str = "bindings"):
+        self.spec = spec
+        self.options = options
+        self.engine = SelectedEngine(spec, initial_params(spec, options.seed, seeding=seeding), options)
+        self._parameter_gradient: ArrayView | None = None
+
+    @classmethod
+    def _of(cls, spec: ModelSpec, options: EngineOptions, *, seeding: str) -> Module:
+        """An instance without the public constructor, whose only work is to make the spec and the options."""
+        module = object.__new__(cls)
+        Module.__init__(module, spec, options, seeding=seeding)
+        return module
+
+    # -- what it is
+
+    @property
+    def n_input_dims(self) -> int:
+        return self.spec.n_input_dims
+
+    @property
+    def n_output_dims(self) -> int:
+        return self.spec.n_output_dims
+
+    @property
+    def n_params(self) -> int:
+        """Length of the flat parameter vector, padded rows and columns included."""
+        return n_params(self.spec)
+
+    @property
+    def layer_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(fan_out, fan_in) of each weight matrix as stored, padding included."""
+        return self.spec.layer_shapes
+
+    @property
+    def seed(self) -> int:
+        return self.options.seed
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that layers and encodings compute in."""
+        return self.options.dtype
+
+    def __repr__(self) -> str:
+        shape = f"{self.n_input_dims} -> {self.n_output_dims}"
+        return f"{type(self).__name__}({shape}, {self.n_params:,} parameters, {self.engine.runtime.name})"
+
+    # -- engine
+
+    @property
+    def jit_fusion(self) -> bool:
+        """Whether the fused engine runs; assign True or False to move there or to the reference, state included."""
+        return self.engine.jit_fusion
+
+    @jit_fusion.setter
+    def jit_fusion(self, wanted: bool) -> None:
+        self.engine.jit_fusion = wanted
+
+    def explain(self) -> Explanation:
+        """Which engine runs and why, and what its loaded kernels need; print it."""
+        return self.engine.explain()
+
+    # -- parameters
+
+    @property
+    def params(self) -> np.ndarray:
+        """The flat parameter vector, as a read-only float32 copy. Assign a vector of the same length to set it."""
+        params = np.array(self.engine.get_params(), np.float32)
+        params.flags.writeable = False
+        return params
+
+    @params.setter
+    def params(self, values: Any) -> None:
+        host = view(values, "params").numpy()
+        if host.dtype.kind != "f":
+            raise TypeError(f"params must be of a float dtype, not {host.dtype}")
+        if host.shape != (self.n_params,):
+            raise ValueError(f"params must have shape ({self.n_params},), not {host.shape}")
+        self.engine.set_params(np.ascontiguousarray(host, np.float32))
+
+    def blocks(self) -> dict[str, np.ndarray]:
+        """Copies of the named parts of the parameters, without padding.
+
+        layer0.weight, layer1.weight, ...  [fan_out, fan_in]; the last one has n_output_dims rows
+        grid.level0, grid.level1, ...      [entries, features]; nested0.grid.level0 ... inside a composite
+        """
+        params = self.engine.get_params()
+        blocks = {}
+        for block in parameter_blocks(self.spec):
+            rows, columns = block.logical_shape
+            stored = params[block.offset : block.offset + block.size].reshape(block.shape)
+            blocks[block.name] = np.array(stored[:rows, :columns], np.float32)
+        return blocks
+
+    def set_block(self, name: str, values: Any) -> None:
+        """Set one block; padded rows and columns and all other blocks stay as they are."""
+        by_name = {block.name: block for block in parameter_blocks(self.spec)}
+        if name not in by_name:
+            hint = did_you_mean(name, by_name) or f"; there are {', '.join(by_name) or 'none'}"
+            raise KeyError(f"no parameter block {name!r}{hint}")
+        block = by_name[name]
+        host = view(values, name).numpy()
+        if host.dtype.kind not in "fiu" or host.shape != block.logical_shape:
+            raise ValueError(f"{name} must be real of shape {block.logical_shape}, not {host.dtype} of {host.shape}")
+        params = np.array(self.engine.get_params(), np.float32)
+        rows, columns = block.logical_shape
+        params[block.offset : block.offset + block.size].reshape(block.shape)[:rows, :columns] = host
+        self.engine.set_params(params)
+
+    # -- computing
+
+    @property
+    def _exact_dtypes(self) -> tuple[str, ...]:
+        """dtypes of input arrays that an engine takes as they are."""
+        return ("float16", "float32", "float64") if self.dtype == "float64" else ("float16", "float32")
+
+    @property
+    def _gradient_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def _batch(self, x: Any, name: str, n_columns: int) -> ArrayView:
+        return batch(x, name, n_columns, exact=self._exact_dtypes)
+
+    def _inputs(self, x: Any) -> ArrayView:
+        return self._batch(x, "x", self.n_input_dims)
+
+    def inference(self, x: Any, *, out: Any = None, dtype: str = "float32", stream: int | None = None) -> Any:
+        """y [batch, n_output_dims] for x [batch, n_input_dims], in an array of the kind of x.
+
+        out     write there instead and return it: C-contiguous, float32 or float16
+        dtype   of the result without `out`: float32 or float16 (float64 from a model that computes in it)
+        stream  CUDA stream handle to launch on; by default the one on which x becomes ready
+        """
+        inputs = self._inputs(x)
+        shape = (inputs.shape[0], self.n_output_dims)
+        if out is None:
+            if dtype not in self._exact_dtypes:
+                raise ValueError(f"dtype: {dtype!r} is none of {', '.join(self._exact_dtypes)}")
+            output = self.engine.empty_like(inputs, shape, dtype)
+        else:
+            output = self._output(out, shape)
+        if inputs.shape[0] > 0:
+            self.engine.inference(inputs, output, stream=stream if stream is not None else inputs.stream)
+        return output.result()
+
+    def _output(self, out: Any, shape: tuple[int, int]) -> ArrayView:
+        output = view(out, "out")
+        if output.kind == "jax":
+            raise TypeError("out: JAX arrays can't be written; leave out= away and take the result")
+        if output.array is not out:
+            raise TypeError(f"out must be an array that can be written, not {type(out).__name__}")
+        if output.shape != shape or output.dtype.name not in self._exact_dtypes or output.strides is not None:
+            contiguous = "" if output.strides is None else "strided "
+            raise ValueError(
+                f"out must be C-contiguous {list(shape)} of {' or '.join(self._exact_dtypes)}, "
+                f"not {contiguous}{list(output.shape)} of {output.dtype}"
+            )
+        return output
+
+    def prepare(self, x: Any, out: Any) -> Prepared:
+        """Inference from `x` into `out` for repeated use: `prepared()` reads what x holds then, at little host cost."""
+        inputs = self._inputs(x)
+        if inputs.array is not x:
+            dtypes = " or ".join(self._exact_dtypes)
+            raise ValueError(
+                f"x must be usable as it is, a C-contiguous array of {dtypes}: a converted copy would go stale"
+            )
+        return Prepared(self, inputs, self._output(out, (inputs.shape[0], self.n_output_dims)))
+
+    def forward(self, x: Any, *, stream: int | None = None) -> tuple[Any, Context]:
+        """(y, context): the outputs, and what `backward` needs. Any number of contexts may wait, in any order."""
+        inputs = self._inputs(x)
+        y = self.inference(inputs.array, dtype=self._gradient_dtype, stream=stream)
+        return y, Context(self, inputs, self.engine.parameters_version)
+
+    def backward(
+        self,
+        context: Context,
+        dL_dy: Any,
+        *,
+        parameters: str = "overwrite",
+        input: bool = True,
+        stream: int | None = None,
+    ) -> Gradients:
+        """Gradients of a loss L, given dL/dy [batch, n_output_dims] at the outputs of the context's forward pass.
+
+        parameters  "overwrite": a new gradient; "accumulate": add to the array that the last call returned, and
+                    return that; "ignore": none
+        input       whether dL/dx is wanted
+
+        No loss scale goes in or comes out. Raises RuntimeError if the parameters have changed since the forward pass.
+        """
+        if parameters not in ("overwrite", "accumulate", "ignore"):
+            raise ValueError(f"parameters: {parameters!r} is none of overwrite, accumulate, ignore")
+        if context.module is not self:
+            raise ValueError("the context comes from another module's forward()")
+        if context.parameters_version != self.engine.parameters_version:
+            raise RuntimeError("the parameters have changed since this context's forward(); run forward() again")
+        x = context.x
+        upstream = self._batch(dL_dy, "dL_dy", self.n_output_dims)
+        if upstream.shape[0] != x.shape[0]:
+            raise ValueError(f"dL_dy has {upstream.shape[0]} rows, the context's x has {x.shape[0]}")
+
+        gradient = self._gradient_buffer(x, parameters)
+        accumulate = parameters == "accumulate" and gradient is self._parameter_gradient
+        input_gradient = self.engine.empty_like(x, x.shape, self._gradient_dtype) if input else None
+        if x.shape[0] > 0 and (gradient is not None or input_gradient is not None):
+            self.engine.backward(
+                x,
+                upstream,
+                params=gradient,
+                accumulate=accumulate,
+                input=input_gradient,
+                stream=stream if stream is not None else x.stream,
+            )
+        elif gradient is not None and not accumulate:
+            gradient.write(np.zeros(gradient.shape, gradient.dtype))
+        if gradient is not None:
+            self._parameter_gradient = gradient
+        return Gradients(gradient and gradient.result(), input_gradient and input_gradient.result())
+
+    def _gradient_buffer(self, x: ArrayView, parameters: str) -> ArrayView | None:
+        """Where dL/dparams goes: the last call's array to accumulate there, else a new one of the kind of x."""
+        if parameters == "ignore":
+            return None
+        last = self._parameter_gradient
+        if parameters == "accumulate" and last is not None:
+            return last
+        return self.engine.empty_like(x, (self.n_params,), self._gradient_dtype)
+
+
+class Prepared:
+    """Inference between two fixed arrays; see `Module.prepare`."""
+
+    def __init__(self, module: Module, x: ArrayView, out: ArrayView):
+        self._module, self._x, self._out = module, x, out
+
+    def __call__(self, *, stream: int | None = None) -> Any:
+        if self._x.shape[0] > 0:
+            self._module.engine.inference(self._x, self._out, stream=stream if stream is not None else self._x.stream)
+        return self._out.array
+
+
+class NetworkWithInputEncoding(Module):
+    """A trainable or fixed encoding of x, and a multi-layer perceptron behind it."""
+
+    def __init__(
+        self,
+        n_input_dims: int,
+        n_output_dims: int,
+        encoding_config: Mapping[str, Any],
+        network_config: Mapping[str, Any],
+        seed: int = 1337,
+        *,
+        engine: str = "auto",
+        dtype: str = "float16",
+        device: int = 0,
+        deterministic: bool = False,
+        strict: bool = False,
+    ):
+        spec = parse_model(n_input_dims, n_output_dims, encoding_config, network_config)
+        super().__init__(spec, EngineOptions(engine, dtype, device, seed, deterministic, strict))
+
+
+class Network(Module):
+    """A multi-layer perceptron alone. Its input is padded with ones to a multiple of 16, as tiny-cuda-nn's bindings do."""
+
+    def __init__(
+        self,
+        n_input_dims: int,
+        n_output_dims: int,
+        network_config: Mapping[str, Any],
+        seed: int = 1337,
+        *,
+        engine: str = "auto",
+        dtype: str = "float16",
+        device: int = 0,
+        deterministic: bool = False,
+        strict: bool = False,
+    ):
+        spec = parse_model(n_input_dims, n_output_dims, {"otype": "Identity"}, network_config)
+        super().__init__(spec, EngineOptions(engine, dtype, device, seed, deterministic, strict))
+
+
+class Encoding(Module):
+    """An encoding alone. Its output has its natural width, or is padded to a multiple of `alignment`."""
+
+    def __init__(
+        self,
+        n_input_dims: int,
+        encoding_config: Mapping[str, Any],
+        seed: int = 1337,
+        *,
+        alignment: int = 0,
+        engine: str = "auto",
+        dtype: str = "float16",
+        device: int = 0,
+        deterministic: bool = False,
+        strict: bool = False,
+    ):
+        spec = parse_model(n_input_dims, None, encoding_config, None, alignment=alignment)
+        super().__init__(spec, EngineOptions(engine, dtype, device, seed, deterministic, strict))

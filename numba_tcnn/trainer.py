@@ -1,0 +1,154 @@
+"""Training: the step that does forward, loss, backward and optimizer in one, and the loss it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .arrays import ArrayView
+from .engines import Explanation, LossHandle
+from .initial_values import initial_params
+from .modules import Module, NotPickled
+from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, create_optimizer
+
+
+class LossValue:
+    """The loss of one training step, averaged over samples and outputs. Reading it waits for the device, once.
+
+    Read it with `float(loss)`, in a format string, or as an array. It keeps the value of its own step.
+    """
+
+    def __init__(self, handle: LossHandle | float):
+        self._handle: LossHandle | None = None if isinstance(handle, float) else handle
+        self._value = handle if isinstance(handle, float) else None
+
+    def __float__(self) -> float:
+        if self._value is None:
+            self._value = float(self._handle.value())
+            self._handle = None
+        return self._value
+
+    def __format__(self, format_spec: str) -> str:
+        return format(float(self), format_spec)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(float(self), dtype or np.float64)
+
+    def __repr__(self) -> str:
+        return f"LossValue({float(self)!r})"
+
+    def __str__(self) -> str:
+        return str(float(self))
+
+
+class Trainer(NotPickled):
+    """Trains a module's parameters with an optimizer on a loss.
+
+    Draws new initial parameters from `seed` in the way of tiny-cuda-nn's Trainer, which differs from that of its
+    bindings for the same seed; `keep_parameters=True` goes on from the module's own.
+    """
+
+    def __init__(
+        self,
+        network: Module,
+        optimizer: Optimizer | Mapping[str, Any] | str,
+        loss: Loss | Mapping[str, Any] | str,
+        *,
+        seed: int = 1337,
+        keep_parameters: bool = False,
+    ):
+        self.network = network
+        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else create_optimizer(optimizer)
+        self.loss = loss if isinstance(loss, Loss) else create_loss(loss)
+        if not keep_parameters:
+            network.engine.set_params(initial_params(network.spec, seed, seeding="trainer"))
+        network.engine.configure_training(self.optimizer.spec, self.loss.spec)
+        self.optimizer._attach(network.engine)
+
+    def training_step(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        data_pdf: Any = None,
+        external_gradient: Any = None,
+        run_optimizer: bool = True,
+        stream: int | None = None,
+    ) -> LossValue:
+        """One step on x [batch, n_input_dims] with targets y [batch, n_output_dims]; any batch size.
+
+        data_pdf           [batch, n_output_dims], probability density with which the samples were drawn
+        external_gradient  [batch, n_output_dims], dL/dy to use instead of the loss's gradient; y may then be None
+        run_optimizer      False: only the loss, the parameters stay as they are
+
+        A batch of 0 samples changes nothing and has loss 0.
+        """
+        network = self.network
+        inputs = network._inputs(x)
+
+        def matching(array: Any, name: str) -> ArrayView | None:
+            if array is None:
+                return None
+            v = network._batch(array, name, network.n_output_dims)
+            if v.shape[0] != inputs.shape[0]:
+                raise ValueError(f"{name} has {v.shape[0]} rows, x has {inputs.shape[0]}")
+            return v
+
+        targets = matching(y, "y")
+        if targets is None and external_gradient is None:
+            raise TypeError("y may be None only where external_gradient is given")
+        density, gradient = matching(data_pdf, "data_pdf"), matching(external_gradient, "external_gradient")
+        return self._step(inputs, targets, density, gradient, run_optimizer, stream)
+
+    def _step(
+        self,
+        x: ArrayView,
+        y: ArrayView | None,
+        data_pdf: ArrayView | None = None,
+        external_gradient: ArrayView | None = None,
+        run_optimizer: bool = True,
+        stream: int | None = None,
+    ) -> LossValue:
+        """`training_step` on arrays that have been checked."""
+        if x.shape[0] == 0:
+            return LossValue(0.0)
+        handle = self.network.engine.training_step(
+            x,
+            y,
+            data_pdf=data_pdf,
+            external_gradient=external_gradient,
+            run_optimizer=run_optimizer,
+            stream=stream if stream is not None else x.stream,
+        )
+        return LossValue(handle)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.network.engine.runtime.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self.network.engine.runtime.learning_rate = checked_learning_rate(value)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps asked for so far, skipped ones included."""
+        return self.network.engine.runtime.step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because a gradient was not finite."""
+        return self.network.engine.skipped_steps
+
+    @property
+    def jit_fusion(self) -> bool:
+        return self.network.jit_fusion
+
+    @jit_fusion.setter
+    def jit_fusion(self, wanted: bool) -> None:
+        self.network.jit_fusion = wanted
+
+    def explain(self) -> Explanation:
+        return self.network.explain()
