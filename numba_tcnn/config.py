@@ -101,13 +101,14 @@ def load_config(source: Mapping | str | os.PathLike) -> dict[str, Any]:
         raise ConfigError(f"config: {describe(source)} is not a dict, a JSON text or a path")
     if isinstance(source, str) and _without_comments(source).lstrip().startswith("{"):
         return _parse_json(source, "config")
-    path = os.fspath(source)
+    path = os.fsdecode(source)
+    name = f"config {json.dumps(path)}"
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"config: {describe(path)} can't be read: {reason}") from error
-    return _parse_json(text, f"config {describe(path)}")
+        raise ConfigError(f"{name}: can't be read: {reason}") from error
+    return _parse_json(text, name)
 
 
 def _without_comments(text: str) -> str:
