@@ -134,9 +134,7 @@ class Grid:
         n_dims = len(vertices)
         if level.hashed:
             primes = np.array(PRIMES[self.spec.hash][:n_dims], np.uint32)
-            row = outer(
-                np.bitwise_xor, [v if prime == 1 else v * prime for v, prime in zip(vertices, primes, strict=True)]
-            )
+            row = outer(np.bitwise_xor, [v * prime for v, prime in zip(vertices, primes, strict=True)])
         else:
             fits = n_dims <= len(MAX_UINT32_RESOLUTION) and level.resolution <= MAX_UINT32_RESOLUTION[n_dims - 1]
             index_type = np.dtype(np.uint32 if fits else np.uint64)

@@ -39,6 +39,7 @@ class Adam:
         self.spec = spec
         self.learning_rate = spec.learning_rate
         self.current_step = 0
+        self.largest_count = 0  # no parameter has been updated more often
         self.n_matrix_params = n_matrix_params
         self.first_moments = np.zeros(n_params, np.float32)
         self.second_moments = np.zeros(n_params, np.float32)
@@ -48,6 +49,7 @@ class Adam:
     def step(self, params: np.ndarray, gradients: np.ndarray, loss_scale: float = 1.0) -> None:
         """One update of float32 `params` from float32 `gradients` that hold `loss_scale`."""
         self.current_step += 1
+        self.largest_count += 1
         self._extend_debias()
         spec, n_matrix, n = self.spec, self.n_matrix_params, len(params)
         with np.errstate(all="ignore"):
@@ -59,7 +61,7 @@ class Adam:
                 for block in blocks(n_matrix, n):
                     touched: slice | np.ndarray = block
                     if spec.skip_zero_grad_non_matrix_params:
-                        indices = np.flatnonzero(gradients[block])
+                        indices = np.flatnonzero(gradients[block] != 0)
                         if len(indices) < block.stop - block.start:
                             touched = indices + block.start
                     self._update(params, touched, gradients[touched], spec.non_matrix_l2_reg, factor, loss_scale)
@@ -114,17 +116,17 @@ class Adam:
         return np.float32(0.1 - 0.1 / (t + 1)), np.float32(0.1 + 0.1 / t)
 
     def _extend_debias(self) -> None:
-        """`debias[k]` = √(1 - β₂^k)/(1 - β₁^k) for every k that a parameter can have reached by this step.
+        """`debias[k]` = √(1 - β₂^k)/(1 - β₁^k) for every k that a parameter can have reached.
 
         It equals 1 from some k on; the table ends there, and later counts read its last entry.
         """
         n = len(self.debias)
-        if self.current_step < n:
+        if self.largest_count < n:
             return
         slowest = max(self.spec.beta1, self.spec.beta2)
         if n > 1 and slowest**n < 1e-9:
             return
-        k = np.arange(1, 2 * max(n, self.current_step) + 1, dtype=np.float64)
+        k = np.arange(1, 2 * max(n, self.largest_count) + 1, dtype=np.float64)
         correction = np.sqrt(1 - self.spec.beta2**k) / (1 - self.spec.beta1**k)
         self.debias = np.concatenate([[1.0], correction]).astype(np.float32)
 
@@ -144,6 +146,7 @@ class Adam:
                 raise ValueError(f"optimizer state: {key} has shape {given.shape}, the model needs {own.shape}")
             own[:] = given
         self.current_step = int(state["step"])
+        self.largest_count = int(self.param_steps.max(initial=0))
         self.learning_rate = float(state["learning_rate"])
 
 

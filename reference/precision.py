@@ -2,7 +2,7 @@
 
 `float64` and `float32` compute exactly in their own format. `float16` is the model of the fused kernels, which keep
 their tensors in half precision and accumulate in float32: all arithmetic runs in float32, and a value is rounded to
-float16 exactly where a kernel stores it. Those points are
+float16 exactly where a kernel stores it. `bfloat16` is the same with that format. Those points are
 
 - parameters, before any use (the float32 masters stay as they are);
 - features: an encoding's sum over corners, bins, ... accumulates in float32 and is rounded once;
@@ -26,29 +26,29 @@ import numpy as np
 
 from numba_tcnn.engines import EngineUnavailable
 
-COMPUTE_DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float32}
+COMPUTE_DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float32, "bfloat16": np.float32}
 
 SMALLEST_HALF_OVERFLOW = 65520.0  # halfway between the largest float16, 65504, and 2^16: rounds to infinity
 SMALLEST_NORMAL_HALF_EXPONENT = np.uint32((127 - 14) << 23)  # of 2^-14, as it stands in a float32
 
 
 class Precision:
-    """dtype: "float64" | "float32" | "float16". `compute` is the format of every array between two stores."""
+    """dtype: one of `COMPUTE_DTYPES`. `compute` is the format of every array between two stores."""
 
     def __init__(self, dtype: str):
         if dtype not in COMPUTE_DTYPES:
             raise EngineUnavailable(f"the reference engine computes in {', '.join(COMPUTE_DTYPES)}, not in {dtype}")
         self.name = dtype
         self.compute = np.dtype(COMPUTE_DTYPES[dtype])
-        self.rounds = dtype == "float16"
+        self.round = {"float16": round_to_half, "bfloat16": round_to_bfloat16}.get(dtype)
 
     def array(self, values: np.ndarray) -> np.ndarray:
         """`values` in the compute format; the same array where it is in it already."""
         return np.asarray(values, self.compute)
 
     def store(self, values: np.ndarray) -> np.ndarray:
-        """`values` as a later read finds them: rounded to float16 (held in float32), or untouched in exact formats."""
-        return round_to_half(values) if self.rounds else values
+        """`values` as a later read finds them: rounded, but held in float32; untouched in exact formats."""
+        return values if self.round is None else self.round(values)
 
     def multiply_add(self, factor: float, values: np.ndarray, addend: float) -> np.ndarray:
         """factor·values + addend with one rounding, as the GPU's fused multiply-add.
@@ -59,7 +59,7 @@ class Precision:
 
     def gradient_scale(self, dL_dy: np.ndarray) -> float:
         """The power of two that brings max|dL_dy| into [8, 16); 1 in exact formats and for zero or non-finite input."""
-        largest = float(np.max(np.abs(dL_dy), initial=0.0)) if self.rounds else 0.0
+        largest = 0.0 if self.round is None else float(np.max(np.abs(dL_dy), initial=0.0))
         if largest == 0.0 or not np.isfinite(largest):
             return 1.0
         _, exponent = np.frexp(largest)  # largest in [2^(exponent-1), 2^exponent)
@@ -84,3 +84,14 @@ def round_to_half(values: np.ndarray) -> np.ndarray:
     rounded = values + shift
     rounded -= shift
     return rounded
+
+
+def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 values rounded to the upper half of their 32 bits, ties to even; the result is float32."""
+    bits = values.view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded &= np.uint32(0xFFFF0000)
+    return np.where(np.isnan(values), values, rounded.view(np.float32))
