@@ -325,7 +325,7 @@ class NetworkWithInputEncoding(Module):
 
 
 class Network(Module):
-    """A multi-layer perceptron alone. Its input is padded with ones to a multiple of 16, as tiny-cuda-nn's bindings do."""
+    """A multi-layer perceptron alone. Ones pad its input to a multiple of 16, as in tiny-cuda-nn's bindings."""
 
     def __init__(
         self,
