@@ -1,4 +1,4 @@
-"""What every command shares: one-line errors instead of argparse's usage dumps, and option types that say what to do."""
+"""What every command shares: one-line errors in place of usage dumps, and option types that say what to do."""
 
 from __future__ import annotations
 
