@@ -75,8 +75,7 @@ class Adam:
         learning_rate_factor: float,
         loss_scale: float,
     ) -> None:
-        spec, one = self.spec, np.float32(1)
-        beta1, beta2 = np.float32(spec.beta1), np.float32(spec.beta2)
+        spec = self.spec
         w = params[where]
         gamma = gradients if loss_scale == 1 else gradients / np.float32(loss_scale)
         if l2 != 0:
@@ -84,10 +83,10 @@ class Adam:
         if spec.gradient_clipping_magnitude != 0:
             bound = np.float32(spec.gradient_clipping_magnitude)
             gamma = np.clip(gamma, -bound, bound)
-        m = beta1 * self.first_moments[where]
-        m += (one - beta1) * gamma
-        v = beta2 * self.second_moments[where]
-        v += (one - beta2) * gamma * gamma
+        m = np.float32(spec.beta1) * self.first_moments[where]
+        m += np.float32(1 - spec.beta1) * gamma
+        v = np.float32(spec.beta2) * self.second_moments[where]
+        v += np.float32(1 - spec.beta2) * gamma * gamma
         k = self.param_steps[where] + np.uint32(1)
         self.first_moments[where] = m
         self.second_moments[where] = v
@@ -100,7 +99,7 @@ class Adam:
         np.divide(eta, rate, out=rate)
         np.clip(rate, *self._rate_bounds(), out=rate)
         if spec.relative_decay != 0 or spec.absolute_decay != 0:
-            kept = (one - np.float32(spec.relative_decay) * eta) * w
+            kept = (1 - np.float32(spec.relative_decay) * eta) * w
             w = kept - np.copysign(np.float32(spec.absolute_decay) * eta, w)
         rate *= m
         w = w - rate
