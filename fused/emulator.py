@@ -1,0 +1,426 @@
+"""A GPU block in NumPy: the emitter of `ptx.py` with every instruction carried out at once on arrays over the threads.
+
+Kernel bodies have block-uniform control flow, so the whole block can run in step: a register is an array of shape
+[threads], a fragment a tuple of them. What the machine leaves to the programmer is checked rather than imitated:
+
+- shared memory starts as NaN patterns, and each 2-byte cell remembers who wrote and read it since which barrier: a
+  read or write that another warp's write or read could overtake raises `RaceError`; within a warp a `warp_barrier`
+  (or any collective instruction that orders memory) must stand between the lanes;
+- asynchronous copies take effect at the wait, as late as allowed, and count as reads and writes from their issue on;
+- global memory is a set of arrays at made-up addresses; an access outside them, misaligned, or a write to memory
+  that was also read as constant, raises.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+
+WARP = 32
+ADDRESS_BITS = 40  # each global array gets an address range of its own
+POISON = 0xFFFF  # float16 and float32 NaN
+
+
+class RaceError(AssertionError):
+    """Two threads may touch the same shared memory in either order."""
+
+
+class MemoryFault(AssertionError):
+    """An access outside the memory it belongs to, or misaligned."""
+
+
+class GlobalMemory:
+    """Arrays at addresses. All accesses go through views of their bytes."""
+
+    def __init__(self):
+        self._arrays: dict[int, np.ndarray] = {}
+
+    def place(self, array: np.ndarray) -> int:
+        """Give a C-contiguous array an address; kernels then read and write it in place."""
+        if not array.flags.c_contiguous:
+            raise ValueError("only C-contiguous arrays can be placed in the emulated memory")
+        key = len(self._arrays) + 1
+        self._arrays[key] = array
+        return key << ADDRESS_BITS
+
+    def locate(self, addresses: np.ndarray, n_bytes: int, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of the array that all active addresses lie in, and each thread's offset (0 where inactive)."""
+        keys = addresses >> np.uint64(ADDRESS_BITS)
+        used = np.unique(keys[active])
+        if used.size == 0:
+            return np.zeros(n_bytes, np.uint8), np.zeros(addresses.shape, np.int64)
+        if used.size > 1 or int(used[0]) not in self._arrays:
+            raise MemoryFault(f"addresses {[hex(int(a)) for a in addresses[active][:4]]} belong to no single array")
+        view = self._arrays[int(used[0])].reshape(-1).view(np.uint8)
+        offsets = (addresses & np.uint64((1 << ADDRESS_BITS) - 1)).astype(np.int64)
+        offsets = np.where(active, offsets, 0)
+        bad = active & ((offsets < 0) | (offsets + n_bytes > view.size) | (offsets % n_bytes != 0))
+        if bad.any():
+            raise MemoryFault(f"offset {offsets[bad][0]} (+{n_bytes} bytes) in an array of {view.size} bytes")
+        return view, offsets
+
+
+class SharedMemory:
+    """A block's shared memory in 2-byte cells, with the bookkeeping that finds races."""
+
+    def __init__(self, n_bytes: int, n_threads: int):
+        self.cells = np.full(n_bytes // 2, POISON, np.uint16)
+        self.n_threads = n_threads
+        self.block_epoch = 1
+        self.warp_epoch = np.ones(n_threads // WARP, np.int64)
+        n = self.cells.size
+        self._write_epoch, self._write_warp_epoch = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self._writer = np.full(n, -1, np.int64)
+        self._read_epoch, self._read_warp_epoch = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self._reader = np.full(n, -1, np.int64)  # -2: several threads
+
+    def _indices(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
+        first = addresses.astype(np.int64)
+        if (first % n_bytes != 0).any() or (first < 0).any() or (first + n_bytes > 2 * self.cells.size).any():
+            raise MemoryFault(f"shared address {first.max()} (+{n_bytes} bytes) of {2 * self.cells.size}")
+        return first[:, None] // 2 + np.arange(n_bytes // 2)
+
+    def _conflicts(self, owner, epoch, warp_epoch, cells, threads, warps, doing, against):
+        other = owner[cells]
+        recent = (epoch[cells] == self.block_epoch) & (other != threads[:, None]) & (other != -1)
+        same_warp = (other >= 0) & (other // WARP == warps[:, None])
+        ordered = same_warp & (warp_epoch[cells] < self.warp_epoch[warps][:, None])
+        if (recent & ~ordered).any():
+            where = np.argwhere(recent & ~ordered)[0]
+            raise RaceError(
+                f"thread {threads[where[0]]} {doing} shared byte {2 * cells[tuple(where)]}, which thread "
+                f"{other[tuple(where)]} {against} with no barrier between"
+            )
+
+    def check_read(self, addresses, n_bytes, threads):
+        cells = self._indices(addresses, n_bytes)
+        warps = threads // WARP
+        self._conflicts(
+            self._writer, self._write_epoch, self._write_warp_epoch, cells, threads, warps, "reads", "wrote"
+        )
+        fresh = self._read_epoch[cells] < self.block_epoch
+        owner = np.broadcast_to(threads[:, None], cells.shape)
+        shared = ~fresh & (self._reader[cells] // WARP != warps[:, None])
+        self._reader[cells] = np.where(shared, -2, owner)
+        self._read_epoch[cells] = self.block_epoch
+        self._read_warp_epoch[cells] = self.warp_epoch[warps][:, None]
+        return cells
+
+    def check_write(self, addresses, n_bytes, threads):
+        cells = self._indices(addresses, n_bytes)
+        warps = threads // WARP
+        for owner, epoch, warp_epoch, against in (
+            (self._writer, self._write_epoch, self._write_warp_epoch, "wrote"),
+            (self._reader, self._read_epoch, self._read_warp_epoch, "read"),
+        ):
+            self._conflicts(owner, epoch, warp_epoch, cells, threads, warps, "writes", against)
+        self._writer[cells] = threads[:, None]
+        self._write_epoch[cells] = self.block_epoch
+        self._write_warp_epoch[cells] = self.warp_epoch[warps][:, None]
+        return cells
+
+    def barrier(self):
+        self.block_epoch += 1
+
+    def warp_barrier(self):
+        self.warp_epoch += 1
+
+
+class Block:
+    """One block of threads: its place in the grid, its shared memory, and the global memory it sees."""
+
+    def __init__(
+        self,
+        memory: GlobalMemory,
+        n_threads: int,
+        shared_bytes: int,
+        *,
+        block: int = 0,
+        n_blocks: int = 1,
+        block_row: int = 0,
+    ):
+        self.memory = memory
+        self.n_threads = n_threads
+        self.block_index, self.n_blocks, self.block_row = block, n_blocks, block_row
+        self.shared = SharedMemory(shared_bytes, n_threads)
+        self.threads = np.arange(n_threads)
+        self.pending_copies: list[tuple] = []
+        self.mask = np.ones(n_threads, bool)
+
+
+class Emitter:
+    """The instructions of `ptx.Emitter`, carried out on a `Block`. Shapes: every value is [n_threads] or a scalar."""
+
+    def __init__(self, block: Block, cc: int = 90):
+        self.block_state = block
+        self.cc = cc
+
+    def _wide(self, value, dtype):
+        return np.broadcast_to(np.asarray(value).astype(dtype), (self.block_state.n_threads,))
+
+    # constants, integers
+    def u32(self, value):
+        if isinstance(value, int):
+            return np.uint32(value & 0xFFFFFFFF)
+        return np.asarray(value).astype(np.uint32)
+
+    def f32(self, value):
+        return np.float32(value)
+
+    def _integer(self, operation, a, b):
+        with np.errstate(over="ignore"):
+            return operation(np.atleast_1d(self.u32(a)), self.u32(b)).astype(np.uint32)
+
+    def add(self, a, b):
+        return self._integer(np.add, a, b)
+
+    def sub(self, a, b):
+        return self._integer(np.subtract, a, b)
+
+    def mul(self, a, b):
+        return self._integer(np.multiply, a, b)
+
+    def and_(self, a, b):
+        return self._integer(np.bitwise_and, a, b)
+
+    def or_(self, a, b):
+        return self._integer(np.bitwise_or, a, b)
+
+    def xor(self, a, b):
+        return self._integer(np.bitwise_xor, a, b)
+
+    def shl(self, a, n):
+        return self._integer(np.left_shift, a, n)
+
+    def shr(self, a, n):
+        return self._integer(np.right_shift, a, n)
+
+    def div(self, a, n):
+        return self._integer(np.floor_divide, a, n)
+
+    def mod(self, a, n):
+        return self._integer(np.mod, a, n)
+
+    def minimum(self, a, b):
+        return np.minimum(self.u32(a), self.u32(b))
+
+    def address(self, base, index, stride, offset=0):
+        index = np.asarray(self.u32(index)).astype(np.uint64)
+        return np.asarray(base).astype(np.uint64) + index * np.uint64(stride) + np.uint64(offset)
+
+    def address_by(self, base, index, stride):
+        return np.asarray(base).astype(np.uint64) + np.asarray(self.u32(index)).astype(np.uint64) * np.uint64(stride)
+
+    # predicates, choice
+    def less(self, a, b):
+        return self.u32(a) < self.u32(b)
+
+    def equal(self, a, b):
+        return self.u32(a) == self.u32(b)
+
+    def both(self, p, q):
+        return p & q
+
+    def either(self, p, q):
+        return p | q
+
+    def select(self, p, a, b):
+        return np.where(p, a, b)
+
+    @contextmanager
+    def when(self, predicate):
+        outer = self.block_state.mask
+        self.block_state.mask = outer & np.broadcast_to(predicate, outer.shape)
+        yield
+        self.block_state.mask = outer
+
+    # floats
+    def fadd(self, a, b):
+        return (np.float32(1) * a + b).astype(np.float32)
+
+    def fmul(self, a, b):
+        return (np.asarray(a, np.float32) * np.asarray(b, np.float32)).astype(np.float32)
+
+    def fma(self, a, b, c):
+        return (np.asarray(a, np.float64) * b + c).astype(np.float32)
+
+    def is_finite(self, a):
+        return np.isfinite(a)
+
+    def float_to_bits(self, a):
+        return np.asarray(a, np.float32).view(np.uint32)
+
+    def bits_to_float(self, a):
+        return np.atleast_1d(self.u32(a)).view(np.float32)
+
+    def pack_half2(self, low, high):
+        with np.errstate(over="ignore"):
+            low, high = (self._wide(v, np.float32).astype(np.float16).view(np.uint16) for v in (low, high))
+        return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+
+    def unpack_half2(self, packed):
+        packed = self._wide(packed, np.uint32)
+        halves = ((packed >> np.uint32(shift)).astype(np.uint16).view(np.float16) for shift in (0, 16))
+        return tuple(h.astype(np.float32) for h in halves)
+
+    def float_to_half(self, a):
+        with np.errstate(over="ignore"):
+            return self._wide(a, np.float32).astype(np.float16).view(np.uint16).astype(np.uint32)
+
+    def half_to_float(self, a):
+        return self._wide(a, np.uint32).astype(np.uint16).view(np.float16).astype(np.float32)
+
+    def floor_to_int(self, a):
+        a = np.nan_to_num(np.floor(np.asarray(a, np.float64)), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
+        return np.clip(a, -(2.0**31), 2.0**31 - 1).astype(np.int64).astype(np.uint32)
+
+    # identity
+    def thread(self):
+        return self.block_state.threads.astype(np.uint32)
+
+    def lane(self):
+        return (self.block_state.threads % WARP).astype(np.uint32)
+
+    def warp(self):
+        return (self.block_state.threads // WARP).astype(np.uint32)
+
+    def block(self):
+        return np.uint32(self.block_state.block_index)
+
+    def block_row(self):
+        return np.uint32(self.block_state.block_row)
+
+    def n_blocks(self):
+        return np.uint32(self.block_state.n_blocks)
+
+    # warp, barriers
+    def shuffle_xor(self, value, mask):
+        value = np.broadcast_to(value, (self.block_state.n_threads,))
+        return value[self.block_state.threads ^ mask]
+
+    def barrier(self):
+        self.block_state.shared.barrier()
+
+    def warp_barrier(self):
+        self.block_state.shared.warp_barrier()
+
+    # tensor cores
+    def mma(self, a, b, c):
+        """Fragment maps of m16n8k16: g = lane / 4, t = lane % 4; see the PTX ISA, "Matrix Fragments for mma.m16n8k16"."""
+        n_warps = self.block_state.n_threads // WARP
+        lane = np.arange(WARP)
+        g, t = lane // 4, lane % 4
+        a_matrix = np.zeros((n_warps, 16, 16), np.float32)
+        b_matrix = np.zeros((n_warps, 16, 8), np.float32)
+        c_matrix = np.zeros((n_warps, 16, 8), np.float32)
+        for i, register in enumerate(a):
+            for element, value in enumerate(self.unpack_half2(register)):
+                a_matrix[:, g + 8 * (i & 1), 2 * t + element + 8 * (i >> 1)] = value.reshape(n_warps, WARP)
+        for i, register in enumerate(b):
+            for element, value in enumerate(self.unpack_half2(register)):
+                b_matrix[:, 2 * t + element + 8 * i, g] = value.reshape(n_warps, WARP)
+        for i, value in enumerate(c):
+            value = np.broadcast_to(value, (self.block_state.n_threads,))
+            c_matrix[:, g + 8 * (i >> 1), 2 * t + (i & 1)] = value.reshape(n_warps, WARP)
+        with np.errstate(invalid="ignore", over="ignore"):
+            product = a_matrix @ b_matrix + c_matrix
+        return [product[:, g + 8 * (i >> 1), 2 * t + (i & 1)].reshape(-1) for i in range(4)]
+
+    def _matrix_rows(self, address, offset):
+        """Row addresses of the four 8x8 matrices of each warp, [n_warps, 4, 8]."""
+        return (self._wide(address, np.int64) + offset).reshape(-1, 4, 8)
+
+    def ldmatrix(self, address, offset=0, *, transposed=False):
+        shared, threads = self.block_state.shared, self.block_state.threads
+        rows = self._matrix_rows(address, offset)
+        data = shared.cells[shared.check_read(rows.reshape(-1), 16, threads)].reshape(-1, 4, 8, 8)
+        if transposed:
+            data = data.swapaxes(2, 3)
+        words = data[..., 0::2].astype(np.uint32) | (data[..., 1::2].astype(np.uint32) << np.uint32(16))
+        return [words[:, i].reshape(-1) for i in range(4)]
+
+    def stmatrix(self, address, registers, offset=0):
+        shared, threads = self.block_state.shared, self.block_state.threads
+        cells = shared.check_write(self._matrix_rows(address, offset).reshape(-1), 16, threads).reshape(-1, 4, 8, 8)
+        for i, register in enumerate(registers):
+            words = self._wide(register, np.uint32).reshape(-1, 8, 4)
+            shared.cells[cells[:, i, :, 0::2]] = (words & np.uint32(0xFFFF)).astype(np.uint16)
+            shared.cells[cells[:, i, :, 1::2]] = (words >> np.uint32(16)).astype(np.uint16)
+
+    # memory
+    BYTES = {"u32": 4, "f32": 4, "u16": 2}
+
+    def _from_bytes(self, raw, kind, count):
+        values = raw.copy().view({"u32": np.uint32, "f32": np.float32, "u16": np.uint16}[kind]).reshape(-1, count)
+        if kind == "u16":
+            values = values.astype(np.uint32)
+        return [values[:, i] for i in range(count)]
+
+    def _to_bytes(self, values, kind):
+        dtype = {"u32": np.uint32, "f32": np.float32, "u16": np.uint16}[kind]
+        return np.stack([self._wide(v, dtype) for v in values], axis=1).view(np.uint8)
+
+    def load_shared(self, address, kind, count=1, offset=0):
+        shared, active = self.block_state.shared, self.block_state.mask
+        n_bytes = self.BYTES[kind] * count
+        raw = np.zeros((self.block_state.n_threads, n_bytes), np.uint8)
+        addresses = self._wide(address, np.int64) + offset
+        cells = shared.check_read(addresses[active], n_bytes, self.block_state.threads[active])
+        raw[active] = shared.cells[cells].view(np.uint8)
+        return self._from_bytes(raw, kind, count)
+
+    def store_shared(self, address, kind, values, offset=0):
+        shared, active = self.block_state.shared, self.block_state.mask
+        raw = self._to_bytes(values, kind)
+        addresses = self._wide(address, np.int64) + offset
+        cells = shared.check_write(addresses[active], raw.shape[1], self.block_state.threads[active])
+        shared.cells[cells] = raw[active].view(np.uint16)
+        if (shared.cells[cells] != raw[active].view(np.uint16)).any():
+            raise RaceError("two threads write different values to the same shared cell in one instruction")
+
+    def _global(self, address, n_bytes, offset):
+        active = self.block_state.mask
+        addresses = self._wide(address, np.uint64) + np.uint64(offset)
+        view, offsets = self.block_state.memory.locate(addresses, n_bytes, active)
+        return view, offsets[:, None] + np.arange(n_bytes), active
+
+    def load_global(self, address, kind, count=1, offset=0, *, constant=True):
+        n_bytes = self.BYTES[kind] * count
+        view, cells, active = self._global(address, n_bytes, offset)
+        raw = view[cells].copy()
+        raw[~active] = 0
+        return self._from_bytes(raw, kind, count)
+
+    def store_global(self, address, kind, values, offset=0):
+        raw = self._to_bytes(values, kind)
+        view, cells, active = self._global(address, raw.shape[1], offset)
+        view[cells[active]] = raw[active]
+
+    def add_global(self, address, values, offset=0):
+        view, cells, active = self._global(address, 4 * len(values), offset)
+        floats = view.view(np.float32)
+        for i, value in enumerate(values):
+            np.add.at(floats, cells[active, 4 * i] // 4, self._wide(value, np.float32)[active])
+
+    def maximum_global(self, address, value):
+        view, cells, active = self._global(address, 4, 0)
+        np.maximum.at(view.view(np.uint32), cells[active, 0] // 4, self._wide(value, np.uint32)[active])
+
+    def add_global_u32(self, address, value):
+        view, cells, active = self._global(address, 4, 0)
+        np.add.at(view.view(np.uint32), cells[active, 0] // 4, self._wide(value, np.uint32)[active])
+
+    def copy_async(self, shared_address, global_address, offset=0):
+        view, cells, active = self._global(global_address, 16, 0)
+        addresses = self._wide(shared_address, np.int64) + offset
+        threads = self.block_state.threads[active]
+        self.block_state.shared.check_write(addresses[active], 16, threads)
+        self.block_state.pending_copies.append((view, cells[active], addresses[active], threads))
+
+    def copy_wait(self):
+        shared = self.block_state.shared
+        for view, source, addresses, threads in self.block_state.pending_copies:
+            cells = shared.check_write(addresses, 16, threads)
+            shared.cells[cells] = view[source].view(np.uint16)
+        self.block_state.pending_copies.clear()

@@ -1,0 +1,201 @@
+"""Fragments: matrices spread over the registers of a warp.
+
+A warp holds `rows` samples (a multiple of 16) by `columns` features (a multiple of 16). With g = lane / 4 and
+t = lane % 4, register i of the *accumulator* form (one float32 an element, `rows * columns / 32` registers a lane) is
+
+    i = ((m * columns / 16 + n) * 2 + h) * 4 + r     holds row 16 m + g + 8 (r / 2), column 16 n + 8 h + 2 t + r % 2
+
+which is the layout in which mma.m16n8k16 (and each warp's part of wgmma.m64nNk16) leaves its result. The *packed*
+form rounds pairs of neighbours to float16, two a register: element pairs (2 j, 2 j + 1) become register j. That is
+exactly the layout of the A operand of the next product, so activations pass from layer to layer in registers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .target import CudaTarget, EmulatorTarget
+
+Target = CudaTarget | EmulatorTarget
+
+
+@dataclass(frozen=True)
+class FragmentShape:
+    """Rows and columns of a fragment, both multiples of 16."""
+
+    rows: int
+    columns: int
+
+    def __post_init__(self):
+        if self.rows % 16 or self.columns % 16 or self.rows <= 0 or self.columns <= 0:
+            raise ValueError(f"a fragment is made of 16x16 blocks, not {self.rows}x{self.columns}")
+
+    @property
+    def n_elements(self) -> int:
+        """Registers of the accumulator form."""
+        return self.rows * self.columns // 32
+
+    @property
+    def n_packed(self) -> int:
+        """Registers of the packed form."""
+        return self.n_elements // 2
+
+    def element(self, index: int) -> tuple[int, int]:
+        """(row, column) of accumulator register `index` in lane 0; lane (g, t) adds (g, 2 t)."""
+        block, h, r = index // 8, index // 4 % 2, index % 4
+        m, n = divmod(block, self.columns // 16)
+        return 16 * m + 8 * (r // 2), 16 * n + 8 * h + r % 2
+
+
+def lane_row_and_column(e):
+    """(g, 2 t) of every lane."""
+    lane = e.lane()
+    return e.shr(lane, 2), e.shl(e.and_(lane, 3), 1)
+
+
+@functools.cache
+def make_pack(target: Target, shape: FragmentShape):
+    """Accumulator form to packed form."""
+
+    @target.intrinsic([("f32", shape.n_elements)], ("u32", shape.n_packed))
+    def pack(e, fragment):
+        return [e.pack_half2(fragment[2 * j], fragment[2 * j + 1]) for j in range(shape.n_packed)]
+
+    return pack
+
+
+@functools.cache
+def make_unpack(target: Target, shape: FragmentShape):
+    """Packed form to accumulator form."""
+
+    @target.intrinsic([("u32", shape.n_packed)], ("f32", shape.n_elements))
+    def unpack(e, packed):
+        return [value for register in packed for value in e.unpack_half2(register)]
+
+    return unpack
+
+
+@functools.cache
+def make_zeros(target: Target, n_registers: int):
+    """A function that gives `n_registers` float32 zeros."""
+
+    @target.intrinsic([], ("f32", n_registers))
+    def zeros(e):
+        return [e.f32(0.0)] * n_registers
+
+    return zeros
+
+
+@functools.cache
+def make_sum(target: Target, n_registers: int):
+    """Sum of all registers of this thread."""
+
+    @target.intrinsic([("f32", n_registers)], "f32")
+    def total(e, fragment):
+        result = fragment[0]
+        for value in fragment[1:]:
+            result = e.fadd(result, value)
+        return result
+
+    return total
+
+
+@functools.cache
+def make_load_matrix(target: Target, shape: FragmentShape, dtype: str):
+    """load(matrix, stride, first_row, n_rows, n_columns) -> accumulator form.
+
+    A row-major float32 or float16 matrix in global memory, `stride` bytes a row, from `first_row` (this warp's) on.
+    Elements beyond n_rows or n_columns are 0; rows beyond are never read.
+    """
+    kind = {"float32": "f32", "float16": "u16"}[dtype]
+    size = {"f32": 4, "u16": 2}[kind]
+
+    @target.intrinsic(["u64", "u32", "u32", "u32", "u32"], ("f32", shape.n_elements))
+    def load_matrix(e, matrix, stride, first_row, n_rows, n_columns):
+        g, t2 = lane_row_and_column(e)
+        last_row, last_column = e.sub(n_rows, 1), e.sub(n_columns, 1)
+        values = []
+        for i in range(shape.n_elements):
+            row, column = shape.element(i)
+            row, column = e.add(first_row, e.add(g, row)), e.add(t2, column)
+            inside = e.both(e.less(row, n_rows), e.less(column, n_columns))
+            line = e.address_by(matrix, e.minimum(row, last_row), stride)
+            value = e.load_global(e.address(line, e.minimum(column, last_column), size), kind)[0]
+            value = e.half_to_float(value) if kind == "u16" else value
+            values.append(e.select(inside, value, e.f32(0.0)))
+        return values
+
+    return load_matrix
+
+
+@functools.cache
+def make_store_matrix(target: Target, shape: FragmentShape, dtype: str):
+    """store(matrix, stride, first_row, n_rows, n_columns, fragment): the inverse, leaving what lies beyond untouched."""
+    kind = {"float32": "f32", "float16": "u16"}[dtype]
+    size = {"f32": 4, "u16": 2}[kind]
+
+    @target.intrinsic(["u64", "u32", "u32", "u32", "u32", ("f32", shape.n_elements)], "void")
+    def store_matrix(e, matrix, stride, first_row, n_rows, n_columns, fragment):
+        g, t2 = lane_row_and_column(e)
+        for i, value in enumerate(fragment):
+            row, column = shape.element(i)
+            row, column = e.add(first_row, e.add(g, row)), e.add(t2, column)
+            with e.when(e.both(e.less(row, n_rows), e.less(column, n_columns))):
+                address = e.address(e.address_by(matrix, row, stride), column, size)
+                e.store_global(address, kind, [e.float_to_half(value) if kind == "u16" else value])
+
+    return store_matrix
+
+
+@functools.cache
+def make_mask(target: Target, shape: FragmentShape):
+    """mask(fragment, first_row, n_rows, n_columns): 0 outside the matrix, whatever stood there (NaN too)."""
+
+    @target.intrinsic([("f32", shape.n_elements), "u32", "u32", "u32"], ("f32", shape.n_elements))
+    def mask(e, fragment, first_row, n_rows, n_columns):
+        g, t2 = lane_row_and_column(e)
+        values = []
+        for i, value in enumerate(fragment):
+            row, column = shape.element(i)
+            inside = e.less(e.add(first_row, e.add(g, row)), n_rows)
+            inside = e.both(inside, e.less(e.add(t2, column), n_columns))
+            values.append(e.select(inside, value, e.f32(0.0)))
+        return values
+
+    return mask
+
+
+@functools.cache
+def make_save(target: Target, n_packed: int):
+    """save(buffer, slot, packed): a packed fragment to global memory in register order, 16 bytes a lane at a time.
+
+    `slot` counts fragments of this warp's rows; a slot takes n_packed * 128 bytes. The inverse is `make_restore`.
+    """
+
+    @target.intrinsic(["u64", "u32", ("u32", n_packed)], "void")
+    def save(e, buffer, slot, packed):
+        address = _slot_address(e, buffer, slot, n_packed)
+        for j in range(0, n_packed, 4):
+            e.store_global(address, "u32", packed[j : j + 4], offset=128 * j)
+
+    return save
+
+
+@functools.cache
+def make_restore(target: Target, n_packed: int, *, constant: bool):
+    """restore(buffer, slot) -> packed. `constant`: another kernel wrote the buffer."""
+
+    @target.intrinsic(["u64", "u32"], ("u32", n_packed))
+    def restore(e, buffer, slot):
+        address = _slot_address(e, buffer, slot, n_packed)
+        registers = []
+        for j in range(0, n_packed, 4):
+            registers += e.load_global(address, "u32", 4, offset=128 * j, constant=constant)
+        return registers
+
+    return restore
+
+
+def _slot_address(e, buffer, slot, n_packed):
+    return e.address(e.address(buffer, slot, 128 * n_packed), e.lane(), 16)

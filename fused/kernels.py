@@ -1,0 +1,350 @@
+"""Kernel bodies: what one block does from start to end, written with the fuser's stages.
+
+Each `make_*` returns a `KernelBody`: a plain Python function and the kinds of its parameters, in order. The function's
+control flow is the same in all threads of a block, so it is compiled for a GPU and emulated alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..layout import n_network_params
+from ..specs import ModelSpec
+from .fragments import FragmentShape, Target, make_load_matrix, make_pack, make_restore, make_store_matrix, make_unpack
+from .fragments import make_zeros
+from .fuser import (
+    BATCH,
+    IO,
+    IO_TYPES,
+    SCALES,
+    Y,
+    Y_STRIDE,
+    GradientOptions,
+    make_encode,
+    make_encode_backward,
+    make_load_weights,
+    make_network_forward,
+    make_network_gradient,
+    make_read_scale,
+    make_region,
+    make_saved_keeper,
+    make_tile_keeper,
+    saved_units,
+)
+from .mlp import (
+    make_backward_product,
+    make_block_sum,
+    make_weight_gradients,
+    make_write_partial_sums,
+    n_accumulators,
+)
+from .plan import KernelPlan, layer_offsets
+from .tiles import make_barriers, make_indices, make_load_fragment, make_store_fragment
+
+
+@dataclass(frozen=True)
+class KernelBody:
+    """`function(*own, bundle)`, or `function(*own)` where there is no bundle: parameters that stages pass on as one
+    tuple. Both are (name, kind) with kind u32, f32 or u64; a launch gives them flat, in this order."""
+
+    name: str
+    function: Callable
+    own: tuple[tuple[str, str], ...]
+    bundle: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def parameters(self) -> tuple[tuple[str, str], ...]:
+        return (*self.own, *self.bundle)
+
+
+IO_PARAMETERS = tuple((name, IO_TYPES[name]) for name in IO)
+
+
+@dataclass(frozen=True)
+class InferenceOptions:
+    input_dtype: str = "float32"
+    aligned_input: bool = True
+    output_dtype: str = "float32"
+
+
+def _tile_helpers(target: Target, plan: KernelPlan):
+    """(first tile, rows before this warp's in the batch) as functions of the tile's number."""
+    _, _, warp_index, *_ = make_indices(target)
+    u32, rows, tile_rows = target.u32, plan.rows, plan.tile_rows
+
+    def first_row_of(tile):
+        return u32(u32(tile * u32(tile_rows)) + u32(warp_index() * u32(rows)))
+
+    return target.device(first_row_of)
+
+
+def make_inference_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, options: InferenceOptions) -> KernelBody:
+    """y = network(encoding(x)) for all samples, `out` [batch, n_output_dims] being where `io` has targets."""
+    shared_base = target.dynamic_shared_base()
+    _, warp_barrier, _ = make_barriers(target)
+    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    encode = make_encode(target, spec, plan, options)
+    x_shape = FragmentShape(plan.rows, plan.x.columns)
+    load_x = make_load_fragment(target, plan.x, x_shape)
+    first_row_of, u32, n_out = _tile_helpers(target, plan), target.u32, spec.n_output_dims
+    if spec.network is None:
+        store_y, unpack = make_store_matrix(target, x_shape, options.output_dtype), make_unpack(target, x_shape)
+
+        def load_all(base, io):
+            return
+
+        def network(base, io, x):
+            return unpack(x)
+
+        load_all, network = target.device(load_all), target.device(network)
+    else:
+        load_all, need = make_load_weights(target, plan, layer_offsets(spec))
+        network = make_network_forward(target, spec, plan, need)
+        store_y = make_store_matrix(
+            target, FragmentShape(plan.rows, spec.padded_output_width), options.output_dtype
+        )
+
+    def inference(n_tiles, io):
+        base = shared_base()
+        load_all(base, io)
+        tile, step = u32(block_index()), u32(n_blocks())
+        while tile < n_tiles:
+            first_row = first_row_of(tile)
+            encode(base, io, first_row)
+            warp_barrier()
+            y = network(base, io, load_x(base))
+            store_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out), y)
+            warp_barrier()
+            tile = u32(tile + step)
+
+    return KernelBody("inference", inference, (("n_tiles", "u32"),), IO_PARAMETERS)
+
+
+def make_single_gradient_kernel(
+    target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions
+) -> KernelBody:
+    """Encode, forward, loss, backward and scatter; dW stays in registers until the end, then goes to the block's row."""
+    shared_base = target.dynamic_shared_base()
+    barrier, warp_barrier, _ = make_barriers(target)
+    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    n_layers = len(spec.layer_shapes)
+    load_all, need = make_load_weights(target, plan, layer_offsets(spec))
+    encode = make_encode(target, spec, plan, options)
+    load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
+    h_keepers = [make_tile_keeper(target, tile, FragmentShape(plan.rows, tile.columns)) for tile in plan.h]
+    d_keepers = [make_tile_keeper(target, tile, FragmentShape(plan.rows, tile.columns)) for tile in plan.d]
+    network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
+    zeros = make_zeros(target, n_accumulators(plan.layers))
+    weight_gradients = make_weight_gradients(target, plan.layers)
+    write = make_write_partial_sums(target, plan.layers)
+    block_sum, store_loss = make_block_sum(target, plan.threads), _make_store_loss(target)
+    first_row_of, u32, f32 = _tile_helpers(target, plan), target.u32, target.f32
+    encoding_backward = _make_features_backward(target, spec, plan, options, need)
+
+    def gradient(n_tiles, partial_sums, row_bytes, losses, bad, mark, io):
+        base = shared_base()
+        load_all(base, io)
+        accumulators, total = zeros(), f32(0)
+        tile, step = u32(block_index()), u32(n_blocks())
+        while tile < n_tiles:
+            first_row = first_row_of(tile)
+            encode(base, io, first_row)
+            warp_barrier()
+            d, value = network(base, io, u32(0), first_row, load_x(base))
+            total = total + value
+            encoding_backward(base, io, first_row, d)
+            barrier()
+            accumulators = weight_gradients(base, accumulators)
+            barrier()
+            tile = u32(tile + step)
+        write(base, accumulators, partial_sums, row_bytes, block_index(), u32(0), bad, mark)
+        store_loss(losses, block_index(), block_sum(base, total))
+
+    assert n_layers == len(plan.layers)
+    parameters = (
+        ("n_tiles", "u32"),
+        ("partial_sums", "u64"),
+        ("row_bytes", "u32"),
+        ("losses", "u64"),
+        ("bad", "u64"),
+        ("mark", "u32"),
+    )
+    return KernelBody("gradient", gradient, parameters, IO_PARAMETERS)
+
+
+def _make_features_backward(target, spec, plan, options, need) -> Callable:
+    """backward(base, io, first_row, d): dL/d(features) = d W_0 through the dx tile to the encoding; or nothing."""
+    if not options.encoding_gradient:
+
+        def nothing(base, io, first_row, d):
+            return
+
+        return target.device(nothing)
+    weights = plan.weights.weights[0]
+    shape = FragmentShape(plan.rows, plan.dx.columns)
+    product, pack = make_backward_product(target, weights, plan.rows), make_pack(target, shape)
+    store = make_store_fragment(target, plan.dx, shape)
+    encode_backward = make_encode_backward(target, spec, plan, options)
+    need_first, (_, warp_barrier, _) = need[0], make_barriers(target)
+
+    def features_backward(base, io, first_row, d):
+        need_first(base, io)
+        store(base, pack(product(base, d)))
+        warp_barrier()
+        encode_backward(base, io, first_row)
+
+    return target.device(features_backward)
+
+
+def _make_store_loss(target: Target):
+    @target.intrinsic(["u64", "u32", "f32"], "void")
+    def store_loss(e, losses, block, total):
+        with e.when(e.equal(e.thread(), 0)):
+            e.store_global(e.address(losses, block, 4), "f32", [total])
+
+    return store_loss
+
+
+def make_propagate_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions) -> KernelBody:
+    """The staged plans' first kernel: as the single one, but fragments are saved and dW is left to others."""
+    shared_base = target.dynamic_shared_base()
+    _, warp_barrier, _ = make_barriers(target)
+    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    warp_index = make_indices(target)[2]
+    load_all, need = make_load_weights(target, plan, layer_offsets(spec))
+    encode = make_encode(target, spec, plan, options)
+    load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
+    h_units, d_units, _ = saved_units(spec, plan.rows)
+    fan_ins = [FragmentShape(plan.rows, fan_in).n_packed for _, fan_in in spec.layer_shapes]
+    fan_outs = [FragmentShape(plan.rows, fan_out).n_packed for fan_out, _ in spec.layer_shapes]
+    h_keepers = [make_saved_keeper(target, u, n) for u, n in zip(h_units, fan_ins, strict=True)]
+    d_keepers = [make_saved_keeper(target, u, n) for u, n in zip(d_units, fan_outs, strict=True)]
+    keep_x = h_keepers[0].keep
+    network = make_network_gradient(target, spec, plan, options, need, h_keepers[1:], d_keepers)
+    block_sum, store_loss = make_block_sum(target, plan.threads), _make_store_loss(target)
+    barrier = make_barriers(target)[0]
+    encoding_backward = _make_features_backward(target, spec, plan, options, need)
+    first_row_of, u32, f32, warps = _tile_helpers(target, plan), target.u32, target.f32, plan.warps
+
+    def propagate(n_tiles, losses, io):
+        base = shared_base()
+        load_all(base, io)
+        total = f32(0)
+        tile, step = u32(block_index()), u32(n_blocks())
+        while tile < n_tiles:
+            first_row = first_row_of(tile)
+            slot = u32(u32(tile * u32(warps)) + warp_index())
+            encode(base, io, first_row)
+            warp_barrier()
+            x = load_x(base)
+            keep_x(base, io, slot, x)
+            d, value = network(base, io, slot, first_row, x)
+            total = total + value
+            warp_barrier()
+            encoding_backward(base, io, first_row, d)
+            warp_barrier()
+            tile = u32(tile + step)
+        barrier()
+        store_loss(losses, block_index(), block_sum(base, total))
+
+    return KernelBody("propagate", propagate, (("n_tiles", "u32"), ("losses", "u64")), IO_PARAMETERS)
+
+
+def make_weight_gradient_kernel(
+    target: Target, spec: ModelSpec, plan: KernelPlan, layers: tuple[int, ...]
+) -> KernelBody:
+    """The staged plans' second kernel, for layers of one shape (the grid's y index counts through `layers`)."""
+    shared_base = target.dynamic_shared_base()
+    barrier, _, _ = make_barriers(target)
+    _, _, warp_index, block_index, block_row, n_blocks = make_indices(target)
+    (h_tile,), (d_tile,) = plan.h, plan.d
+    h_shape, d_shape = FragmentShape(plan.rows, h_tile.columns), FragmentShape(plan.rows, d_tile.columns)
+    restore_h = make_restore(target, h_shape.n_packed, constant=True)
+    restore_d = make_restore(target, d_shape.n_packed, constant=True)
+    store_h, store_d = make_store_fragment(target, h_tile, h_shape), make_store_fragment(target, d_tile, d_shape)
+    h_units, d_units, _ = saved_units(spec, plan.rows)
+    offsets = layer_offsets(spec)
+    h_units_of = target.constant(np.array([h_units[i] for i in layers], np.uint32))
+    d_units_of = target.constant(np.array([d_units[i] for i in layers], np.uint32))
+    offset_of = target.constant(np.array([offsets[i] for i in layers], np.uint32))
+    zeros = make_zeros(target, n_accumulators(plan.layers))
+    weight_gradients = make_weight_gradients(target, plan.layers)
+    write = make_write_partial_sums(target, plan.layers)
+    region, u32, warps = make_region(target), target.u32, plan.warps
+
+    @target.intrinsic(["u64", "u32"], "u64")
+    def parameter_address(e, partial_sums, offset):
+        return e.address(partial_sums, offset, 4)
+
+    def weight_gradient(saved, n_slots, n_tiles, partial_sums, row_bytes, accumulate, bad, mark):
+        base = shared_base()
+        layer = block_row()
+        h_saved = region(saved, n_slots, h_units_of(layer))
+        d_saved = region(saved, n_slots, d_units_of(layer))
+        accumulators = zeros()
+        tile, step = u32(block_index()), u32(n_blocks())
+        while tile < n_tiles:
+            slot = u32(u32(tile * u32(warps)) + warp_index())
+            store_h(base, restore_h(h_saved, slot))
+            store_d(base, restore_d(d_saved, slot))
+            barrier()
+            accumulators = weight_gradients(base, accumulators)
+            barrier()
+            tile = u32(tile + step)
+        place = parameter_address(partial_sums, offset_of(layer))
+        write(base, accumulators, place, row_bytes, block_index(), accumulate, bad, mark)
+
+    parameters = (
+        ("saved", "u64"),
+        ("n_slots", "u32"),
+        ("n_tiles", "u32"),
+        ("partial_sums", "u64"),
+        ("row_bytes", "u32"),
+        ("accumulate", "u32"),
+        ("bad", "u64"),
+        ("mark", "u32"),
+    )
+    return KernelBody("weight_gradient", weight_gradient, parameters)
+
+
+def make_encoding_gradient_kernel(
+    target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions
+) -> KernelBody:
+    """Backward pass of a bare encoding: given dL/dy, its table's gradient and dL/dx."""
+    shared_base = target.dynamic_shared_base()
+    _, warp_barrier, _ = make_barriers(target)
+    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    shape = FragmentShape(plan.rows, plan.dx.columns)
+    load_y, pack = make_load_matrix(target, shape, options.target_dtype), make_pack(target, shape)
+    store = make_store_fragment(target, plan.dx, shape)
+    encode_backward = make_encode_backward(target, spec, plan, options)
+    first_row_of, u32, n_out = _tile_helpers(target, plan), target.u32, spec.n_output_dims
+    given_scale, map_values = make_read_scale(target, 0), target.map_fragment
+
+    def multiply(a, b):
+        return a * b
+
+    multiply = target.scalar(multiply)
+
+    def gradient(n_tiles, io):
+        base = shared_base()
+        scale = given_scale(io[SCALES])
+        tile, step = u32(block_index()), u32(n_blocks())
+        while tile < n_tiles:
+            first_row = first_row_of(tile)
+            given = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out))
+            store(base, pack(map_values(multiply, given, scale)))
+            warp_barrier()
+            encode_backward(base, io, first_row)
+            warp_barrier()
+            tile = u32(tile + step)
+
+    return KernelBody("encoding_gradient", gradient, (("n_tiles", "u32"),), IO_PARAMETERS)
+
+
+def partial_row_floats(spec: ModelSpec) -> int:
+    """Columns of the matrix of partial sums: the network's parameters."""
+    return n_network_params(spec)

@@ -1,0 +1,99 @@
+"""Every private name of numba-cuda that this project uses, and the versions they were checked with.
+
+numba-cuda 0.30.4 needs a current device to compile and still wants `numpy.row_stack`, which numpy 2.5 removed; both
+are bridged here, so that whole kernels compile to PTX for any architecture without a driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+from . import ptx
+
+SUPPORTED = ((0, 30, 4), (0, 31))
+"""numba-cuda versions, first included to last excluded."""
+
+
+def _import_numba_cuda():
+    """Import numba-cuda's compiler; on numpy >= 2.5 lend it `np.row_stack` for just as long as its import takes."""
+    missing = not hasattr(np, "row_stack")
+    if missing:
+        np.row_stack = np.vstack
+    try:
+        import numba.cuda.np.arrayobj  # noqa: F401  (the module that asks for the name)
+        from numba import cuda
+        from numba.cuda import codegen, dispatcher
+    finally:
+        if missing:
+            del np.row_stack
+    return cuda, codegen, dispatcher
+
+
+cuda, _codegen, _dispatcher = _import_numba_cuda()
+
+compiler_lock = threading.RLock()
+"""Numba's and LLVM's global state allow one compilation at a time in a process."""
+
+
+def _apply_hints_when_finalized():
+    """Run `ptx.apply_loop_hints` on every device function and kernel before numba hands it to NVVM."""
+    original = _codegen.CUDACodeLibrary.finalize
+    if getattr(original, "applies_loop_hints", False):
+        return
+
+    def finalize(self):
+        if self._module is not None:
+            ptx.apply_loop_hints(self._module)
+        return original(self)
+
+    finalize.applies_loop_hints = True
+    _codegen.CUDACodeLibrary.finalize = finalize
+
+
+_apply_hints_when_finalized()
+
+
+@contextlib.contextmanager
+def _without_device(capability: tuple):
+    """Let numba-cuda believe that the current device has this compute capability, e.g. (9, 0) or (9, 0, "a")."""
+    device = SimpleNamespace(compute_capability=tuple(capability[:2]), id=0)
+    with (
+        mock.patch.object(_dispatcher, "get_current_device", lambda: device),
+        mock.patch.object(
+            _codegen.CUDACodeLibrary, "_ensure_cc", lambda self, cc: cc if cc is not None else tuple(capability)
+        ),
+    ):
+        yield
+
+
+def _kernel_with_flat_parameters(function, parameters, n_own: int):
+    """`function(*own, io)` as a kernel whose parameters are all scalars; `io` is the tuple of those behind `n_own`."""
+    names = [name for name, _ in parameters]
+    arguments = names[:n_own]
+    if n_own < len(names):
+        arguments = [*arguments, f"({', '.join(names[n_own:])},)"]
+    namespace = {"body": cuda.jit(device=True, fastmath=True)(function)}
+    exec(f"def kernel({', '.join(names)}):\n    body({', '.join(arguments)})", namespace)
+    return namespace["kernel"]
+
+
+def kernel_to_ptx(function, parameters, n_own: int, capability: tuple, *, threads: int, min_blocks: int):
+    """Compile a plain Python function as a kernel. Returns (PTX, entry name); calls no driver.
+
+    parameters   (name, kind) of all, flat; those behind the first `n_own` reach the function as one tuple
+    threads      most threads a block will have
+    min_blocks   blocks that should fit on a multiprocessor: caps the registers
+    """
+    flat = _kernel_with_flat_parameters(function, parameters, n_own)
+    signature = tuple(ptx.NUMBA_TYPES[kind] for _, kind in parameters)
+    kernel = cuda.jit(flat, lto=False, fastmath=True, launch_bounds=(threads, min_blocks))
+    with compiler_lock, _without_device(capability):
+        compiled = _dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)
+        library = compiled._codelibrary
+        text = library.get_lto_ptx() if library._lto else library.get_asm_str()
+    return text.strip("\0"), compiled.entry_name

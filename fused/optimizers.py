@@ -1,0 +1,72 @@
+"""Adam as a scalar device function (mirror of reference/optimizers.py; Kingma and Ba 2015, tiny-cuda-nn's variant).
+
+For a parameter w with gradient g (loss scale and batch size already divided out), moments m and v, and k updates of
+this parameter so far:
+
+    g <- clip(g + l2_reg w)          m <- beta1 m + (1 - beta1) g          v <- beta2 v + (1 - beta2) g^2
+    eta = learning_rate sqrt(1 - beta2^(k+1)) / (1 - beta1^(k+1))
+    w <- (1 - relative_decay eta) w - sign(w) absolute_decay eta - m clamp(eta / (sqrt(v) + epsilon))
+
+Powers of beta are taken as expm1((k+1) ln beta), exact for small k where 1 - exp2(k log2 beta) loses four digits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math as host_math
+
+import numpy as np
+
+from ..specs import AdamSpec
+
+f32, u32 = np.float32, np.uint32
+LARGEST = np.finfo(np.float32).max
+
+
+@functools.cache
+def make_adam(target, spec: AdamSpec, is_matrix: bool):
+    """Scalar update(g, w, m, v, k, learning_rate, step) -> (w, m, v, k, changed); step is the optimizer's own, from 1.
+
+    `changed` is 0 where a parameter is left alone altogether: one that the spec excludes, or a non-matrix parameter
+    with gradient 0, which no sample touched.
+    """
+    optimize = spec.optimize_matrix_params if is_matrix else spec.optimize_non_matrix_params
+    skip_zero = spec.skip_zero_grad_non_matrix_params and not is_matrix
+    l2_reg = f32(spec.l2_reg if is_matrix else spec.non_matrix_l2_reg)
+    rate_factor = f32(1.0 if is_matrix else spec.non_matrix_learning_rate_factor)
+    beta1, beta2 = f32(spec.beta1), f32(spec.beta2)
+    rest1, rest2 = f32(1.0 - spec.beta1), f32(1.0 - spec.beta2)
+    log_beta1, log_beta2 = (f32(host_math.log(b) if b > 0 else -100.0) for b in (spec.beta1, spec.beta2))
+    epsilon = f32(spec.epsilon)
+    relative_decay, absolute_decay = f32(spec.relative_decay), f32(spec.absolute_decay)
+    gradient_clip, weight_clip = f32(spec.gradient_clipping_magnitude), f32(spec.clipping_magnitude)
+    adabound = spec.adabound
+    expm1, sqrt = target.math.expm1, target.math.sqrt
+
+    def update(g, w, m, v, k, learning_rate, step):
+        if not optimize or (skip_zero and g == f32(0)):
+            return w, m, v, k, u32(0)
+        g = g + l2_reg * w
+        if gradient_clip != f32(0):
+            g = min(max(g, -gradient_clip), gradient_clip)
+        m = beta1 * m + rest1 * g
+        v = beta2 * v + rest2 * g * g
+        count = u32(k + u32(1))
+        exponent = f32(count)
+        eta = learning_rate * rate_factor
+        eta = eta * sqrt(-expm1(exponent * log_beta2)) / -expm1(exponent * log_beta1)
+        effective = eta / (sqrt(v) + epsilon)
+        if adabound:
+            progress = rest2 * f32(step)
+            effective = max(effective, f32(0.1) - f32(0.1) / (progress + f32(1)))
+            effective = min(effective, f32(0.1) + f32(0.1) / progress)
+        else:
+            effective = min(effective, LARGEST)
+        decay = absolute_decay * eta
+        w = (f32(1) - relative_decay * eta) * w - (decay if w >= f32(0) else -decay)
+        w = w - effective * m
+        if weight_clip != f32(0):
+            w = min(max(w, -weight_clip), weight_clip)
+        return w, m, v, count, u32(1)
+
+    return target.scalar(update)

@@ -1,0 +1,362 @@
+"""Kernel plans: how a model's work is laid out on a chip. Pure Python, a function of specs, architecture and options.
+
+A block of `warps` warps takes tiles of `warps * rows` samples, each warp its own `rows` of them. Two layouts of the
+gradient computation exist, made from the same closures:
+
+single   one persistent kernel: encode, forward, loss, backward, scatter, and dW of all layers summed in registers
+         from the first tile to the last. Activations and gradients stand in shared tiles, none in global memory.
+staged   for networks whose dW does not fit the registers: a *propagate* kernel does the same but saves the fragments
+         of activations and gradients to global memory, chunk of the batch after chunk, and a *weight gradient*
+         kernel a layer shape sums dW from them.
+
+`gradient_plans` lists candidates, best first by an estimate of the warps that a multiprocessor can hold; the caller
+takes the first that compiles without spilling. `inference_plans` does the same for inference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from ..specs import ModelSpec
+from .activations import ACTIVATIONS
+from .mlp import WeightGradient, n_accumulators
+from .tiles import Tile
+
+MAX_REGISTERS = 255
+REGISTERS_PER_MULTIPROCESSOR = 65536
+SHARED_ALIGNMENT = 16
+RESERVED_SHARED_BYTES = 1024  # the driver's own, a block
+
+
+class PlanError(ValueError):
+    """No plan fits: says what would be needed."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a plan must know of a chip. Sizes in bytes."""
+
+    cc: int  # 75, 80, 86, 89, 90, 100, 120
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    max_warps: int
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return divmod(self.cc, 10)
+
+
+_KIB = 1024
+_ARCHITECTURES = (
+    Architecture(75, 64 * _KIB, 64 * _KIB, 32),
+    Architecture(80, 163 * _KIB, 164 * _KIB, 64),
+    Architecture(86, 99 * _KIB, 100 * _KIB, 48),
+    Architecture(89, 99 * _KIB, 100 * _KIB, 48),
+    Architecture(90, 227 * _KIB, 228 * _KIB, 64),
+    Architecture(100, 227 * _KIB, 228 * _KIB, 64),
+    Architecture(120, 99 * _KIB, 100 * _KIB, 48),
+)
+
+
+def architecture(capability: tuple[int, int]) -> Architecture:
+    """The newest known architecture that is not newer than the device's compute capability."""
+    cc = 10 * capability[0] + capability[1]
+    known = [a for a in _ARCHITECTURES if a.cc <= cc]
+    if not known:
+        raise PlanError(f"compute capability {capability[0]}.{capability[1]} has no usable tensor cores; 7.5 is needed")
+    return known[-1]
+
+
+@dataclass(frozen=True)
+class NetworkTiles:
+    """Weight tiles of all layers, in layer order. Resident: all at once; else they share one place in turn."""
+
+    weights: tuple[Tile, ...]
+    resident: bool
+
+    @property
+    def end(self) -> int:
+        return max((tile.end for tile in self.weights), default=0)
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel's layout.
+
+    kind               "inference", "single", "propagate" or "weight gradient"
+    warps, rows        of a block; samples a warp
+    min_blocks         blocks a multiprocessor shall hold: caps the registers
+    weights            weight tiles
+    x, dx              tiles of the encoding's output and of its gradient ([tile_rows, encoding_width])
+    h, d               tiles of hidden outputs h_1..h_n and of gradients of z_1..z_n, z_out (single plans)
+    layers             who sums dW (single: all layers; weight gradient: one layer)
+    layer_offset       weight gradient: index of the first layer of this shape; the grid's y index counts from it
+    """
+
+    kind: str
+    warps: int
+    rows: int
+    min_blocks: int
+    weights: NetworkTiles | None = None
+    x: Tile | None = None
+    dx: Tile | None = None
+    h: tuple[Tile, ...] = ()
+    d: tuple[Tile, ...] = ()
+    layers: tuple[WeightGradient, ...] = ()
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def tile_rows(self) -> int:
+        return self.warps * self.rows
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        weights = self.weights.weights if self.weights else ()
+        return (*weights, *(t for t in (self.x, self.dx) if t), *self.h, *self.d)
+
+    @property
+    def shared_bytes(self) -> int:
+        return max((*[tile.end for tile in self.tiles], self._reduction_bytes))
+
+    @property
+    def _reduction_bytes(self) -> int:
+        """What sums over warps at the end of a kernel need, from byte 0 on."""
+        per_layer = [
+            4 * 32 * layer.warp_rows * layer.warp_columns * layer.n_accumulators
+            for layer in self.layers
+            if layer.sample_parts > 1
+        ]
+        return max([4 * self.warps, *per_layer])
+
+    def describe(self) -> str:
+        text = f"{self.kind}, {self.warps} warps x {self.rows} samples"
+        if self.weights and not self.weights.resident:
+            text += ", weights streamed"
+        return text
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """A propagate kernel and one weight-gradient kernel a distinct layer shape."""
+
+    propagate: KernelPlan
+    weight_gradients: tuple[tuple[KernelPlan, tuple[int, ...]], ...]  # (plan, layers of that shape)
+
+
+class _Allocator:
+    """Tiles one after the other."""
+
+    def __init__(self):
+        self.end = 0
+
+    def tile(self, name: str, rows: int, columns: int) -> Tile:
+        tile = Tile(name, rows, columns, self.end)
+        self.end = -(-tile.end // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+        return tile
+
+
+def _weight_tiles(spec: ModelSpec, allocate: _Allocator, *, resident: bool) -> NetworkTiles:
+    shapes = spec.layer_shapes
+    if resident:
+        tiles = tuple(allocate.tile(f"W{i}", *shape) for i, shape in enumerate(shapes))
+    else:
+        start = allocate.end
+        tiles = tuple(Tile(f"W{i}", rows, columns, start) for i, (rows, columns) in enumerate(shapes))
+        allocate.end = max(-(-tile.end // SHARED_ALIGNMENT) * SHARED_ALIGNMENT for tile in tiles)
+    return NetworkTiles(tiles, resident)
+
+
+def _widest(spec: ModelSpec) -> int:
+    return max(max(shape) for shape in spec.layer_shapes)
+
+
+def _fragment_registers(spec: ModelSpec, rows: int) -> int:
+    """Registers of a product: packed operand and float32 result of the widest layer, and addresses."""
+    return rows * _widest(spec) // 64 + rows * _widest(spec) // 32 + 40
+
+
+def _blocks_that_fit(plan: KernelPlan, registers: int, chip: Architecture) -> int:
+    by_shared = chip.shared_per_multiprocessor // (plan.shared_bytes + RESERVED_SHARED_BYTES)
+    by_registers = REGISTERS_PER_MULTIPROCESSOR // (plan.threads * min(MAX_REGISTERS + 1, -(-registers // 8) * 8))
+    return min(by_shared, by_registers, chip.max_warps // plan.warps)
+
+
+def _ranked(candidates: list[tuple[KernelPlan, int]], chip: Architecture) -> list[KernelPlan]:
+    """Plans that fit, by the warps they keep busy; a warp of 32 samples counts a quarter more than one of 16, since it
+    reads each weight once for twice the work. Each appears with fewer blocks later, where its registers spill."""
+    ranked = []
+    for plan, registers in candidates:
+        if plan.shared_bytes > chip.shared_per_block:
+            continue
+        blocks = max(1, _blocks_that_fit(plan, registers, chip))
+        for fewer in range(blocks, 0, -1):
+            score = min(fewer * plan.warps, 16) * (1.25 if plan.rows == 32 else 1.0)
+            ranked.append((score, plan.rows, _with_blocks(plan, fewer)))
+    ranked.sort(key=lambda entry: entry[:2], reverse=True)
+    return [plan for _, _, plan in ranked]
+
+
+def _with_blocks(plan: KernelPlan, min_blocks: int) -> KernelPlan:
+    return KernelPlan(**{**plan.__dict__, "min_blocks": min_blocks})
+
+
+def inference_plans(spec: ModelSpec, chip: Architecture) -> list[KernelPlan]:
+    candidates = []
+    for resident, warps, rows in itertools.product((True, False), (4, 8), (32, 16)):
+        allocate = _Allocator()
+        weights = _weight_tiles(spec, allocate, resident=resident)
+        x = allocate.tile("x", warps * rows, spec.encoding_width)
+        registers = _fragment_registers(spec, rows)
+        if registers <= MAX_REGISTERS:
+            candidates.append((KernelPlan("inference", warps, rows, 1, weights, x), registers))
+    return _resident_first(_ranked(candidates, chip)) or _no_plan(spec, chip)
+
+
+def _resident_first(plans: list[KernelPlan]) -> list[KernelPlan]:
+    return sorted(plans, key=lambda plan: not plan.weights.resident)
+
+
+def _no_plan(spec: ModelSpec, chip: Architecture):
+    raise PlanError(
+        f"no fused kernel fits layers of {', '.join(f'{n}x{k}' for n, k in spec.layer_shapes)} into "
+        f"{chip.shared_per_block // _KIB} KiB of shared memory and {MAX_REGISTERS} registers a thread"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- weight gradients
+
+
+def _splits(d: Tile, h: Tile, n_warps: int, parameter_offset: int) -> list[WeightGradient]:
+    """All ways to divide one layer's dW among the warps of a block."""
+    options = []
+    for warp_rows, warp_columns in itertools.product((1, 2, 4, 8), repeat=2):
+        if n_warps % (warp_rows * warp_columns):
+            continue
+        parts = n_warps // (warp_rows * warp_columns)
+        blocks = (d.columns // 16, h.columns // 16, d.rows // 16)
+        if not any(n % p for n, p in zip(blocks, (warp_rows, warp_columns, parts), strict=True)):
+            options.append(WeightGradient(d, h, parameter_offset, warp_rows, warp_columns, parts))
+    return options
+
+
+def _traffic(layer: WeightGradient) -> float:
+    """Shared-memory blocks that the warps read for one tile."""
+    return (layer.row_blocks + layer.column_blocks) * layer.d.rows / 16 / layer.sample_parts * layer.n_warps
+
+
+def divide_weight_gradients(
+    pairs: list[tuple[Tile, Tile]], offsets: list[int], n_warps: int, budget: int
+) -> tuple[WeightGradient, ...] | None:
+    """The division with the least shared-memory traffic whose accumulators fit `budget` registers; None if none does.
+
+    Starts from the fewest registers and spends what is left where a register saves most.
+    """
+    options = []
+    for (d, h), offset in zip(pairs, offsets, strict=True):
+        choices = _splits(d, h, n_warps, offset)
+        if not choices:
+            return None
+        options.append(sorted(choices, key=lambda c: (c.n_accumulators, _traffic(c))))
+    chosen = [choices[0] for choices in options]
+    if n_accumulators(tuple(chosen)) > budget:
+        return None
+    while True:
+        spent = n_accumulators(tuple(chosen))
+        best, best_gain = None, 0.0
+        for i, choices in enumerate(options):
+            for choice in choices:
+                extra = choice.n_accumulators - chosen[i].n_accumulators
+                saved = _traffic(chosen[i]) - _traffic(choice)
+                if saved > 0 and spent + extra <= budget and saved / max(extra, 1) > best_gain:
+                    best, best_gain = (i, choice), saved / max(extra, 1)
+        if best is None:
+            return tuple(chosen)
+        chosen[best[0]] = best[1]
+
+
+def layer_offsets(spec: ModelSpec) -> list[int]:
+    offsets = [0]
+    for fan_out, fan_in in spec.layer_shapes:
+        offsets.append(offsets[-1] + fan_out * fan_in)
+    return offsets[:-1]
+
+
+def single_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[KernelPlan]:
+    """Candidates for one persistent gradient kernel; empty where dW does not fit the registers.
+
+    encoding_gradient   whether dL/d(features) is wanted: for a table's gradient, or for dL/dx
+    """
+    n_hidden = len(spec.layer_shapes) - 1
+    candidates = []
+    for warps, rows in ((4, 32), (8, 16), (4, 16), (8, 32)):
+        allocate = _Allocator()
+        tile_rows = warps * rows
+        weights = _weight_tiles(spec, allocate, resident=True)
+        x = allocate.tile("x", tile_rows, spec.encoding_width)
+        h = tuple(allocate.tile(f"h{i + 1}", tile_rows, spec.layer_shapes[i][0]) for i in range(n_hidden))
+        d = tuple(allocate.tile(f"d{i + 1}", tile_rows, fan_out) for i, (fan_out, _) in enumerate(spec.layer_shapes))
+        dx = allocate.tile("dx", tile_rows, spec.encoding_width) if encoding_gradient else None
+        registers = _fragment_registers(spec, rows)
+        pairs = list(zip(d, (x, *h), strict=True))
+        layers = divide_weight_gradients(pairs, layer_offsets(spec), warps, MAX_REGISTERS - 15 - registers)
+        if layers is not None:
+            plan = KernelPlan("single", warps, rows, 1, weights, x, dx, h, d, layers)
+            candidates.append((plan, registers + n_accumulators(layers)))
+    return _ranked(candidates, chip)
+
+
+def staged_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[StagedPlan]:
+    """Candidates for the propagate kernel, each with its weight-gradient kernels."""
+    candidates = []
+    for resident, warps, rows in itertools.product((True, False), (8, 4), (32, 16)):
+        allocate = _Allocator()
+        weights = _weight_tiles(spec, allocate, resident=resident)
+        x = allocate.tile("x", warps * rows, spec.encoding_width)
+        dx = Tile("dx", x.rows, x.columns, x.offset) if encoding_gradient else None  # x is saved before dx is stored
+        registers = _fragment_registers(spec, rows)
+        if registers <= MAX_REGISTERS:
+            candidates.append((KernelPlan("propagate", warps, rows, 1, weights, x, dx), registers))
+    plans = []
+    for propagate in _resident_first(_ranked(candidates, chip)):
+        gradients = _weight_gradient_plans(spec, chip, propagate)
+        if gradients is not None:
+            plans.append(StagedPlan(propagate, gradients))
+    return plans
+
+
+def _weight_gradient_plans(spec: ModelSpec, chip: Architecture, propagate: KernelPlan):
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for i, shape in enumerate(spec.layer_shapes):
+        by_shape.setdefault(shape, []).append(i)
+    result = []
+    for (fan_out, fan_in), indices in by_shape.items():
+        allocate = _Allocator()
+        d = allocate.tile("d", propagate.tile_rows, fan_out)
+        h = allocate.tile("h", propagate.tile_rows, fan_in)
+        layers = divide_weight_gradients([(d, h)], [0], propagate.warps, MAX_REGISTERS - 75)
+        if layers is None:
+            return None
+        plan = KernelPlan("weight gradient", propagate.warps, propagate.rows, 1, h=(h,), d=(d,), layers=layers)
+        if plan.shared_bytes > chip.shared_per_block:
+            return None
+        blocks = max(1, _blocks_that_fit(plan, n_accumulators(layers) + 75, chip))
+        result.append((_with_blocks(plan, blocks), tuple(indices)))
+    return tuple(result)
+
+
+def gradient_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[KernelPlan | StagedPlan]:
+    """All candidates, the single kernel's first."""
+    plans = [
+        *single_plans(spec, chip, encoding_gradient=encoding_gradient),
+        *staged_plans(spec, chip, encoding_gradient=encoding_gradient),
+    ]
+    return plans or _no_plan(spec, chip)
+
+
+def keeps_gate(spec: ModelSpec) -> bool:
+    """Whether hidden layers keep phi' beside their output."""
+    return not ACTIVATIONS[spec.network.activation].derivative_of_output

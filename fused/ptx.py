@@ -1,0 +1,517 @@
+"""The only writer of PTX and LLVM IR: an `Emitter` of single GPU instructions, and the `@intrinsic`s made with it.
+
+An intrinsic's *body* is a Python function `body(e, *arguments)` that asks an emitter for instructions and returns
+values. Run with this file's `Emitter` it writes IR into the kernel being compiled; run with `emulator.Emitter` the
+same body computes on NumPy arrays over the threads of a block. So there is one source for the address arithmetic,
+the fragment maps and the order of instructions, and the machine's own semantics are written once per instruction.
+
+Values: `u32` (also two packed float16, and addresses in shared memory), `f32`, `u64` (addresses in global memory)
+and predicates. Instructions follow the PTX ISA; which need a newer chip than sm_75 is decided in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.cuda.extending import intrinsic as numba_intrinsic
+
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F16, F32 = ir.HalfType(), ir.FloatType()
+VOID = ir.VoidType()
+HALF2 = ir.VectorType(F16, 2)
+
+NUMBA_TYPES = {"u32": types.uint32, "f32": types.float32, "u64": types.uint64, "void": types.void}
+
+ALL_LANES = -1
+
+
+class Emitter:
+    """Writes one instruction after another at an llvmlite builder's position, for compute capability `cc` (e.g. 90)."""
+
+    def __init__(self, builder: ir.IRBuilder, cc: int):
+        self.builder = builder
+        self.cc = cc
+
+    # ------------------------------------------------------------------------------------ assembly
+    def asm(self, outputs: Sequence[ir.Type], text: str, constraints: str, arguments=(), *, pure=False, collective=False):
+        """Inline PTX. `pure`: same inputs, same outputs, so it may be moved or merged. `collective`: whole warps only."""
+        if not outputs:
+            result = VOID
+        elif len(outputs) == 1:
+            result = outputs[0]
+        else:
+            result = ir.LiteralStructType(outputs)
+        function = ir.FunctionType(result, [a.type for a in arguments])
+        call = self.builder.call(
+            ir.InlineAsm(function, text, constraints, side_effect=not pure),
+            list(arguments),
+            attrs=("convergent",) if collective else (),
+        )
+        if len(outputs) <= 1:
+            return call
+        return [self.builder.extract_value(call, i) for i in range(len(outputs))]
+
+    # ------------------------------------------------------------------------- constants, integers
+    def u32(self, value):
+        return I32(value & 0xFFFFFFFF) if isinstance(value, int) else value
+
+    def f32(self, value: float):
+        return F32(float(value))
+
+    def add(self, a, b):
+        return self.builder.add(self.u32(a), self.u32(b))
+
+    def sub(self, a, b):
+        return self.builder.sub(self.u32(a), self.u32(b))
+
+    def mul(self, a, b):
+        return self.builder.mul(self.u32(a), self.u32(b))
+
+    def and_(self, a, b):
+        return self.builder.and_(self.u32(a), self.u32(b))
+
+    def or_(self, a, b):
+        return self.builder.or_(self.u32(a), self.u32(b))
+
+    def xor(self, a, b):
+        return self.builder.xor(self.u32(a), self.u32(b))
+
+    def shl(self, a, n: int):
+        return self.builder.shl(self.u32(a), self.u32(n))
+
+    def shr(self, a, n: int):
+        return self.builder.lshr(self.u32(a), self.u32(n))
+
+    def div(self, a, n: int):
+        return self.builder.udiv(self.u32(a), self.u32(n))
+
+    def mod(self, a, n: int):
+        return self.builder.urem(self.u32(a), self.u32(n))
+
+    def minimum(self, a, b):
+        a, b = self.u32(a), self.u32(b)
+        return self.builder.select(self.builder.icmp_unsigned("<", a, b), a, b)
+
+    def address(self, base, index, stride: int, offset: int = 0):
+        """base + index * stride + offset bytes in global memory; the product is taken in 64 bits."""
+        product = self.builder.mul(self.builder.zext(self.u32(index), I64), I64(stride))
+        return self.builder.add(base, self.builder.add(product, I64(offset)) if offset else product)
+
+    def address_by(self, base, index, stride):
+        """base + index * stride bytes, with a stride known only at run time."""
+        wide = self.builder.mul(self.builder.zext(self.u32(index), I64), self.builder.zext(self.u32(stride), I64))
+        return self.builder.add(base, wide)
+
+    # -------------------------------------------------------------------------- predicates, choice
+    def less(self, a, b):
+        return self.builder.icmp_unsigned("<", self.u32(a), self.u32(b))
+
+    def equal(self, a, b):
+        return self.builder.icmp_unsigned("==", self.u32(a), self.u32(b))
+
+    def both(self, p, q):
+        return self.builder.and_(p, q)
+
+    def either(self, p, q):
+        return self.builder.or_(p, q)
+
+    def select(self, p, a, b):
+        return self.builder.select(p, a, b)
+
+    @contextmanager
+    def when(self, predicate):
+        """Instructions inside run only in the threads where `predicate` holds."""
+        with self.builder.if_then(predicate):
+            yield
+
+    # ------------------------------------------------------------------------------------- floats
+    def fadd(self, a, b):
+        return self.builder.fadd(a, b)
+
+    def fmul(self, a, b):
+        return self.builder.fmul(a, b)
+
+    def fma(self, a, b, c):
+        return self.asm([F32], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], pure=True)
+
+    def is_finite(self, a):
+        bits = self.builder.bitcast(a, I32)
+        exponent = self.builder.and_(bits, I32(0x7F800000))
+        return self.builder.icmp_unsigned("!=", exponent, I32(0x7F800000))
+
+    def float_to_bits(self, a):
+        return self.builder.bitcast(a, I32)
+
+    def bits_to_float(self, a):
+        return self.builder.bitcast(self.u32(a), F32)
+
+    def pack_half2(self, low, high):
+        """Two float32 to two float16 in one register, rounded to nearest even; `low` in the lower half."""
+        if self.cc >= 80:
+            return self.asm([I32], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], pure=True)
+        vector = HALF2(ir.Undefined)
+        for i, value in enumerate((low, high)):
+            vector = self.builder.insert_element(vector, self.builder.fptrunc(value, F16), I32(i))
+        return self.builder.bitcast(vector, I32)
+
+    def unpack_half2(self, packed):
+        vector = self.builder.bitcast(packed, HALF2)
+        return tuple(self.builder.fpext(self.builder.extract_element(vector, I32(i)), F32) for i in range(2))
+
+    def float_to_half(self, a):
+        """float32 to float16, in the low half of a u32."""
+        return self.builder.zext(self.builder.bitcast(self.builder.fptrunc(a, F16), I16), I32)
+
+    def half_to_float(self, a):
+        return self.builder.fpext(self.builder.bitcast(self.builder.trunc(a, I16), F16), F32)
+
+    def floor_to_int(self, a):
+        """floor as int32 in a u32: saturates, NaN gives 0 (LLVM's own conversion would be undefined there)."""
+        return self.asm([I32], "cvt.rmi.s32.f32 $0, $1;", "=r,f", [a], pure=True)
+
+    # ------------------------------------------------------------------------------------ identity
+    def special(self, name: str):
+        """A special register, through LLVM's own intrinsic: the compiler may then read it once for a whole kernel."""
+        function = ir.FunctionType(I32, [])
+        return self.builder.call(
+            cgutils.get_or_insert_function(self.builder.module, function, f"llvm.nvvm.read.ptx.sreg.{name}"), []
+        )
+
+    def thread(self):
+        return self.special("tid.x")
+
+    def lane(self):
+        return self.special("laneid")
+
+    def warp(self):
+        return self.shr(self.thread(), 5)
+
+    def block(self):
+        return self.special("ctaid.x")
+
+    def block_row(self):
+        return self.special("ctaid.y")
+
+    def n_blocks(self):
+        return self.special("nctaid.x")
+
+    # ------------------------------------------------------------------------------ warp, barriers
+    def shuffle_xor(self, value, mask: int):
+        kind = "=f,f" if value.type == F32 else "=r,r"
+        text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, {ALL_LANES};"
+        return self.asm([value.type], text, kind, [value], collective=True)
+
+    def barrier(self):
+        self.asm([], "bar.sync 0;", "~{memory}", collective=True)
+
+    def warp_barrier(self):
+        self.asm([], f"bar.warp.sync {ALL_LANES};", "~{memory}", collective=True)
+
+    # ------------------------------------------------------------------------------ tensor cores
+    def mma(self, a, b, c):
+        """One m16n8k16 product: a (16x16 float16, 4 registers) times b (16x8, 2 registers) plus c (16x8 float32, 4)."""
+        if self.cc >= 80:
+            text = (
+                "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+            )
+            return self.asm(
+                [F32] * 4, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, *b, *c], pure=True, collective=True
+            )
+        text = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};"
+        for a_half, b_half in ((a[:2], b[0]), (a[2:], b[1])):
+            arguments = [*a_half, b_half, *c]
+            c = self.asm([F32] * 4, text, "=f,=f,=f,=f,r,r,r,f,f,f,f", arguments, pure=True, collective=True)
+        return c
+
+    def ldmatrix(self, address, offset: int = 0, *, transposed: bool = False):
+        """Four 8x8 float16 matrices; lane i gives the address of row i % 8 of matrix i / 8. Four registers."""
+        suffix = ".trans" if transposed else ""
+        text = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0,$1,$2,$3}}, [$4+{offset}];"
+        return self.asm([I32] * 4, text, "=r,=r,=r,=r,r,~{memory}", [address], collective=True)
+
+    def stmatrix(self, address, registers, offset: int = 0):
+        """The inverse of ldmatrix. Before sm_90 each lane stores its own words, found from the row addresses by shuffle."""
+        if self.cc >= 90:
+            text = f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{offset}], {{$1,$2,$3,$4}};"
+            self.asm([], text, "r,r,r,r,r,~{memory}", [address, *registers], collective=True)
+            return
+        lane = self.lane()
+        for matrix, register in enumerate(registers):
+            source = self.add(self.shr(lane, 2), 8 * matrix)
+            text = f"shfl.sync.idx.b32 $0, $1, $2, 31, {ALL_LANES};"
+            row = self.asm([I32], text, "=r,r,r", [address, source], collective=True)
+            word = self.add(row, self.shl(self.and_(lane, 3), 2))
+            self.asm([], f"st.shared.b32 [$0+{offset}], $1;", "r,r,~{memory}", [word, register])
+
+    # ------------------------------------------------------------------------------------- memory
+    @staticmethod
+    def _vector(kind: str, count: int) -> tuple[str, str, ir.Type]:
+        """PTX suffix, constraint letter and LLVM type of `count` values of `kind`."""
+        suffix, letter, llvm = {"u32": ("b32", "r", I32), "f32": ("f32", "f", F32), "u16": ("u16", "h", I16)}[kind]
+        return (f".v{count}" if count > 1 else "") + "." + suffix, letter, llvm
+
+    def _load(self, space: str, address, letter_of_address: str, offset: int, kind: str, count: int, pure: bool):
+        suffix, letter, llvm = self._vector(kind, count)
+        registers = ",".join(f"${i}" for i in range(count))
+        target = f"{{{registers}}}" if count > 1 else registers
+        text = f"ld.{space}{suffix} {target}, [${count}+{offset}];"
+        constraints = ",".join([f"={letter}"] * count + [letter_of_address] + ([] if pure else ["~{memory}"]))
+        loaded = self.asm([llvm] * count, text, constraints, [address], pure=pure)
+        values = [loaded] if count == 1 else loaded
+        return [self.builder.zext(v, I32) for v in values] if kind == "u16" else list(values)
+
+    def _store(self, instruction: str, address, letter_of_address: str, offset: int, kind: str, values):
+        suffix, letter, llvm = self._vector(kind, len(values))
+        registers = ",".join(f"${i + 1}" for i in range(len(values)))
+        source = f"{{{registers}}}" if len(values) > 1 else registers
+        if kind == "u16":
+            values = [self.builder.trunc(v, I16) for v in values]
+        text = f"{instruction}{suffix} [$0+{offset}], {source};"
+        self.asm([], text, ",".join([letter_of_address] + [letter] * len(values) + ["~{memory}"]), [address, *values])
+
+    def load_shared(self, address, kind: str, count: int = 1, offset: int = 0):
+        return self._load("shared", address, "r", offset, kind, count, pure=False)
+
+    def store_shared(self, address, kind: str, values, offset: int = 0):
+        self._store("st.shared", address, "r", offset, kind, values)
+
+    def load_global(self, address, kind: str, count: int = 1, offset: int = 0, *, constant: bool = True):
+        """`constant`: nothing writes this memory while the kernel runs (the read-only path, and free to be moved)."""
+        space = "global.nc" if constant else "global"
+        return self._load(space, address, "l", offset, kind, count, pure=constant)
+
+    def store_global(self, address, kind: str, values, offset: int = 0):
+        self._store("st.global", address, "l", offset, kind, values)
+
+    def add_global(self, address, values, offset: int = 0):
+        """Float32 reductions into global memory, as wide as the chip has them (1, 2 or 4 values, aligned)."""
+        if self.cc >= 90 or len(values) == 1:
+            self._store("red.global.add", address, "l", offset, "f32", values)
+            return
+        for i, value in enumerate(values):
+            self._store("red.global.add", address, "l", offset + 4 * i, "f32", [value])
+
+    def maximum_global(self, address, value):
+        """Unsigned maximum into global memory."""
+        self.asm([], "red.global.max.u32 [$0], $1;", "l,r,~{memory}", [address, value])
+
+    def add_global_u32(self, address, value):
+        self.asm([], "red.global.add.u32 [$0], $1;", "l,r,~{memory}", [address, self.u32(value)])
+
+    def copy_async(self, shared_address, global_address, offset: int = 0):
+        """16 bytes from global to shared memory without passing registers (sm_80); both addresses 16-byte aligned."""
+        if self.cc >= 80:
+            text = f"cp.async.cg.shared.global [$0+{offset}], [$1], 16;"
+            self.asm([], text, "r,l,~{memory}", [shared_address, global_address])
+            return
+        self.store_shared(shared_address, "u32", self.load_global(global_address, "u32", 4, constant=False), offset)
+
+    def copy_wait(self):
+        """Wait for this thread's asynchronous copies."""
+        if self.cc >= 80:
+            self.asm([], "cp.async.wait_all;", "~{memory}")
+
+
+# ------------------------------------------------------------------------------------------- intrinsics
+
+
+def _numba_type(kind):
+    if isinstance(kind, tuple):
+        return types.UniTuple(NUMBA_TYPES[kind[0]], kind[1])
+    return NUMBA_TYPES[kind]
+
+
+def make_intrinsic(cc: int, arguments: Sequence, result, body: Callable):
+    """A Numba intrinsic from a body. Kinds: "u32", "f32", "u64", "void", or (kind, n) for a tuple of n registers.
+
+    Numba keeps every intrinsic for the life of the process, so factories that make them are memoised.
+    """
+    signature = _numba_type(result)(*[_numba_type(a) for a in arguments])
+
+    def codegen(context, builder, sig, values):
+        emitter = Emitter(builder, cc)
+        unpacked = [
+            [builder.extract_value(v, i) for i in range(kind[1])] if isinstance(kind, tuple) else v
+            for kind, v in zip(arguments, values, strict=True)
+        ]
+        returned = body(emitter, *unpacked)
+        if result == "void":
+            return context.get_dummy_value()
+        if isinstance(result, tuple):
+            return context.make_tuple(builder, sig.return_type, list(returned))
+        return returned
+
+    # Numba takes the number of arguments from the typing function's own signature.
+    names = ", ".join(f"a{i}" for i in range(len(arguments)))
+    namespace = {"result": (signature, codegen)}
+    exec(f"def typing(context{', ' if names else ''}{names}):\n    return result", namespace)
+    typing = namespace["typing"]
+    typing.__name__ = typing.__qualname__ = body.__name__
+    return numba_intrinsic(typing)
+
+
+@numba_intrinsic
+def map_fragment(typing_context, function, *operands):
+    """Call a scalar device function on every element of some fragments, inlined: map_fragment(f, F, G, s).
+
+    Tuples are walked together; anything else is passed to every call. A function that returns a tuple of k values
+    gives k fragments. One intrinsic whatever the length, so it costs the compiler's front end next to nothing.
+    """
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], types.StarArgTuple) else operands
+    fragments = [t for t in operands if isinstance(t, types.BaseTuple)]
+    count = len(fragments[0])
+    element_types = tuple(t.dtype if isinstance(t, types.UniTuple) else t for t in operands)
+    call = typing_context.resolve_function_type(function, element_types, {})
+    several = isinstance(call.return_type, types.BaseTuple)
+    if several:
+        result = types.Tuple([types.UniTuple(t, count) for t in call.return_type])
+    else:
+        result = types.UniTuple(call.return_type, count)
+
+    def codegen(context, builder, sig, values):
+        operand_values = [builder.extract_value(values[1], i) for i in range(len(operands))]
+        implementation = context.get_function(function, call)
+        outcomes = []
+        for i in range(count):
+            arguments = []
+            for kind, wanted, value in zip(operands, call.args, operand_values, strict=True):
+                element = kind.dtype if isinstance(kind, types.UniTuple) else kind
+                if isinstance(kind, types.UniTuple):
+                    value = builder.extract_value(value, i)
+                arguments.append(context.cast(builder, value, element, wanted))
+            outcomes.append(implementation(builder, arguments))
+        if not several:
+            return context.make_tuple(builder, sig.return_type, outcomes)
+        columns = []
+        for k, fragment in enumerate(sig.return_type):
+            column = [builder.extract_value(outcome, k) for outcome in outcomes]
+            columns.append(context.make_tuple(builder, fragment, column))
+        return context.make_tuple(builder, sig.return_type, columns)
+
+    return result(function, types.StarArgTuple(operands)), codegen
+
+
+@numba_intrinsic
+def address_of_shared(typing_context, array):
+    """The 32-bit shared-memory address of an array in shared memory."""
+
+    def codegen(context, builder, sig, values):
+        data = context.make_array(sig.args[0])(context, builder, values[0]).data
+        shared = builder.addrspacecast(data, ir.PointerType(data.type.pointee, 3))
+        return builder.ptrtoint(shared, I32)
+
+    return types.uint32(array), codegen
+
+
+# ------------------------------------------------------------------------------------------- loop hints
+
+HINT_PREFIX = "__numba_tcnn_loop_hint_"
+
+
+def make_loop_hint(kind: str):
+    """A statement for a loop's body that asks LLVM to unroll that loop: kind "full", or "count_4".
+
+    It emits a call to a name that `apply_loop_hints` turns into metadata on the loop's back edge and removes.
+    """
+
+    def hint(typing_context):
+        def codegen(context, builder, sig, values):
+            name = HINT_PREFIX + kind
+            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(VOID, []), name), [])
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    hint.__name__ = hint.__qualname__ = "unroll_" + kind
+    return numba_intrinsic(hint)
+
+
+unroll_full = make_loop_hint("full")
+unroll_by_2 = make_loop_hint("count_2")
+
+
+class _SelfReferringMetadata(ir.values.MDValue):
+    """`!n = distinct !{!n, options}`: how LLVM names a loop."""
+
+    def __init__(self, module, options):
+        super().__init__(module, options, name=str(len(module.metadata)))
+        self.operands = (self, *options)
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+
+def _successors(block):
+    terminator = block.terminator
+    blocks = [o for o in getattr(terminator, "operands", ()) if isinstance(o, ir.Block)]
+    if isinstance(terminator, ir.SwitchInstr):
+        blocks += [terminator.default] + [b for _, b in terminator.cases]
+    return blocks
+
+
+def _natural_loops(function):
+    """(body, latch) of every natural loop, smallest first."""
+    predecessors = {b: [] for b in function.blocks}
+    for block in function.blocks:
+        for successor in _successors(block):
+            predecessors[successor].append(block)
+    back_edges, state = [], {function.blocks[0]: "open"}
+    stack = [(function.blocks[0], iter(_successors(function.blocks[0])))]
+    while stack:
+        block, remaining = stack[-1]
+        for successor in remaining:
+            if state.get(successor) == "open":
+                back_edges.append((successor, block))
+            elif successor not in state:
+                state[successor] = "open"
+                stack.append((successor, iter(_successors(successor))))
+                break
+        else:
+            state[block] = "closed"
+            stack.pop()
+    loops = []
+    for head, latch in back_edges:
+        body, work = {head}, [latch]
+        while work:
+            block = work.pop()
+            if block not in body:
+                body.add(block)
+                work += predecessors[block]
+        loops.append((body, latch))
+    return sorted(loops, key=lambda loop: len(loop[0]))
+
+
+def apply_loop_hints(module: ir.Module) -> None:
+    """Turn the hint calls of a module into `llvm.loop` metadata on the innermost loop around each."""
+    for function in module.functions:
+        if function.is_declaration:
+            continue
+        hints = []
+        for block in function.blocks:
+            for instruction in list(block.instructions):
+                name = getattr(getattr(instruction, "callee", None), "name", "")
+                if name.startswith(HINT_PREFIX):
+                    hints.append((block, name[len(HINT_PREFIX) :]))
+                    block.instructions.remove(instruction)
+        if not hints:
+            continue
+        loops = _natural_loops(function)
+        for block, kind in hints:
+            latch = next((latch for body, latch in loops if block in body), None)
+            if latch is None:
+                raise ValueError(f"a loop hint stands outside a loop in {function.name}")
+            if kind.startswith("count_"):
+                name = ir.MetaDataString(module, "llvm.loop.unroll.count")
+                option = module.add_metadata([name, I32(int(kind[len("count_") :]))])
+            else:
+                option = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll." + kind)])
+            latch.terminator.set_metadata("llvm.loop", _SelfReferringMetadata(module, [option]))
+    for name in [g for g in module.globals if g.startswith(HINT_PREFIX)]:
+        del module.globals[name]
