@@ -18,6 +18,7 @@ import numpy as np
 from numba_tcnn.specs import ModelSpec
 
 from .activations import ACTIVATIONS
+from .matmul import rows_times_matrix, sum_of_outer_products
 from .precision import Precision
 
 
@@ -56,12 +57,12 @@ class MLP:
         *hidden, last = self.matrices(params)
         h, inputs, gates = features, [features], []
         for weights in hidden:
-            z = h @ weights.T
+            z = rows_times_matrix(h, weights.T)
             gated = self.hidden.derivative_from_output is None
             gates.append(store(self.hidden.derivative_from_input(z)) if gated else None)
             h = store(self.hidden.value(z))
             inputs.append(h)
-        z_out = h @ last.T
+        z_out = rows_times_matrix(h, last.T)
         return self.output.value(z_out), Trace(inputs, gates, z_out)
 
     def backward(
@@ -79,10 +80,10 @@ class MLP:
         D = store(dL_dy * self.output.derivative_from_input(trace.z_out))
         for l in reversed(range(len(weights))):
             if gradients is not None:
-                gradients[l] += D.T @ trace.inputs[l]
+                gradients[l] += sum_of_outer_products(D, trace.inputs[l])
             if l > 0:
-                D = store((D @ weights[l]) * self.hidden_derivative(trace, l - 1))
-        return store(D @ weights[0]) if features else None
+                D = store(rows_times_matrix(D, weights[l]) * self.hidden_derivative(trace, l - 1))
+        return store(rows_times_matrix(D, weights[0])) if features else None
 
     def hidden_derivative(self, trace: Trace, l: int) -> np.ndarray:
         """φ'(z_l) of hidden layer l."""
