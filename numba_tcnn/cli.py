@@ -10,7 +10,7 @@ from typing import TextIO
 
 from .command_line import ArgumentParser, CommandError, whole_number
 from .config_keys import ConfigError, did_you_mean
-from .engine_selection import ENGINES
+from .engine_selection import ENGINES, JitFusionWarning
 from .engines import EngineUnavailable
 
 PROGRAM = "numba-tcnn"
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = one_line_warnings(command)
+            warnings.simplefilter("always", JitFusionWarning)
             return dispatch(arguments)
     except (CommandError, ConfigError, EngineUnavailable) as error:
         print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ._version import __version__
 from .model import create_from_config
-from .plot import TOLERANCE, compare_engines
+from .plot import compare_engines
 
 PACKAGES = ("numpy", "numba", "llvmlite", "matplotlib")
 CUDA_PACKAGES = ("numba-cuda", "cuda-core", "cuda-bindings", "cuda-toolkit")
@@ -30,8 +30,8 @@ SELF_TEST_CONFIG = {
     "network": {"otype": "FullyFusedMLP", "n_neurons": 32, "n_hidden_layers": 2},
 }
 SELF_TEST_SAMPLES = 1000
-HALF_PRECISION_TOLERANCE = 5e-2
-"""What storing in float16 may change: 11 bits a value, and single ReLU units that flip."""
+HALF_PRECISION_TOLERANCE = 0.1
+"""What storing in float16 may change: 11 bits a value, and ReLU units near zero that switch, a per mille of them."""
 
 
 def run(device: int = 0) -> int:
@@ -40,7 +40,7 @@ def run(device: int = 0) -> int:
     status = importlib.import_module("numba_tcnn.fused").device_status(device)
     print_device(status, device)
     print_cache()
-    reference_works, self_test_problem = self_test(status, device)
+    reference_works, self_test_problem = self_test(device)
     print_advice(status, self_test_problem)
     return 0 if reference_works else 1
 
@@ -82,7 +82,7 @@ def print_cache() -> None:
     print(f"kernel cache: {fused.cache_directory()}, {fused.cache_size() / 1e6:.1f} MB")
 
 
-def self_test(status: Any, device: int) -> tuple[bool, str | None]:
+def self_test(device: int) -> tuple[bool, str | None]:
     """(whether the reference works, what went wrong with the comparison or None); prints relative errors."""
     points = np.random.default_rng(0).random((SELF_TEST_SAMPLES, 2), np.float32)
     colours = np.stack([points[:, 0], points[:, 1], np.sin(7 * points[:, 0])], axis=1)
@@ -102,7 +102,7 @@ def self_test(status: Any, device: int) -> tuple[bool, str | None]:
     except Exception as error:
         print(f"self-test: the fused engine fails: {type(error).__name__}: {error}")
         return True, f"the fused engine fails on this device ({type(error).__name__}); please report the line above"
-    tolerance = TOLERANCE if status.usable else HALF_PRECISION_TOLERANCE
+    tolerance = HALF_PRECISION_TOLERANCE if comparison.tolerance is None else comparison.tolerance
     print(f"self-test: {comparison.title[0].lower()}{comparison.title[1:]}, relative L2 error:")
     wrong = []
     for name, error in comparison.errors.items():

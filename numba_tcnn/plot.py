@@ -29,10 +29,15 @@ TOLERANCE = 5e-3
 
 @dataclass(frozen=True)
 class Comparison:
-    """errors: by tensor, in the order they are drawn. to_float32: the same against the float32 reference, or None."""
+    """Errors by tensor, in the order they are drawn.
+
+    tolerance   what they may be at most; None where there is no fused engine to judge
+    to_float32  the same against the float32 reference, None where that is what they are against
+    """
 
     title: str
     errors: dict[str, float]
+    tolerance: float | None
     to_float32: dict[str, float] | None
 
 
@@ -73,12 +78,12 @@ def compare_engines(model: Any, x: Any, y: Any = None) -> Comparison:
     if not status.usable or options.dtype == "float64":
         rounded = tensors("reference", "float16")
         title = f"No fused engine here: the reference in float16 against the reference in {exact}"
-        return Comparison(title, relative_errors(rounded, tensors("reference", exact)), None)
+        return Comparison(title, relative_errors(rounded, tensors("reference", exact)), None, None)
     fused = tensors("fused", options.dtype)
     title = f"Fused against reference, both in {options.dtype}, {inputs.shape[0]:,} samples"
     errors = relative_errors(fused, tensors("reference", options.dtype))
     to_float32 = None if options.dtype == "float32" else relative_errors(fused, tensors("reference", "float32"))
-    return Comparison(title, errors, to_float32)
+    return Comparison(title, errors, TOLERANCE, to_float32)
 
 
 def output_gradient(model: Any, module: Module, x: ArrayView, y: Any) -> ArrayView:
@@ -129,10 +134,11 @@ def draw(comparison: Comparison) -> Figure:
     rows = np.arange(len(names))
     figure = Figure(figsize=(8, 1.6 + 0.26 * len(names)), layout="constrained")
     axes = figure.add_subplot()
-    colours = ["tab:blue" if error <= TOLERANCE else "tab:red" for error in errors]
+    tolerance = comparison.tolerance
+    colours = ["tab:blue" if tolerance is None or error <= tolerance else "tab:red" for error in errors]
     drawn = np.isfinite(errors) & (errors > 0)
     others = [v for v in (comparison.to_float32 or {}).values() if np.isfinite(v) and v > 0]
-    smallest = min([*errors[drawn], *others, TOLERANCE])
+    smallest = min([*errors[drawn], *others, 1e-3])
     floor = 10.0 ** np.floor(np.log10(smallest) - 0.5)
     axes.barh(rows[drawn], errors[drawn] - floor, left=floor, color=np.array(colours)[drawn], height=0.7)
     for row in rows[~drawn]:
@@ -141,11 +147,13 @@ def draw(comparison: Comparison) -> Figure:
     if comparison.to_float32 is not None:
         distances = [comparison.to_float32[name] for name in names]
         axes.plot(distances, rows, "k|", markersize=9, label="distance to the float32 reference")
-    axes.axvline(TOLERANCE, color="tab:gray", linestyle="--", linewidth=1, label=f"{TOLERANCE:g}")
+    if tolerance is not None:
+        axes.axvline(tolerance, color="tab:gray", linestyle="--", linewidth=1, label=f"tolerance {tolerance:g}")
     axes.set(xscale="log", yticks=rows, yticklabels=names, xlabel="relative L2 error  ‖a − b‖ / ‖b‖")
     axes.set_xlim(left=floor)
     axes.set_title(comparison.title, fontsize="medium", loc="left")
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right", fontsize="small")
     return figure

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numba_tcnn.reference
-from numba_tcnn.engines import EngineUnavailable
+from numba_tcnn.engines import EngineUnavailable, Explanation
 
 
 class FakeFusedRuntime:
@@ -23,6 +24,9 @@ class FakeFusedRuntime:
 
     def __setattr__(self, attribute: str, value: Any) -> None:
         setattr(self.inner, attribute, value)
+
+    def explain(self) -> Explanation:
+        return replace(self.inner.explain(), engine="fused")
 
     def close(self) -> None:
         self.__dict__["closed"] = True

@@ -1,0 +1,310 @@
+"""The command line: what a wrong input gets (one line, exit code 2, before anything is made) and what a run writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_engine import FakeFusedEngine
+from PIL import Image
+
+import numba_tcnn
+import numba_tcnn.fused
+from numba_tcnn import cli, image
+
+SMALL_CONFIG = {
+    "loss": {"otype": "L2"},
+    "optimizer": {"otype": "Adam", "learning_rate": 1e-2},
+    "encoding": {"otype": "HashGrid", "n_levels": 4, "log2_hashmap_size": 10, "base_resolution": 4},
+    "network": {"otype": "FullyFusedMLP", "n_neurons": 16, "n_hidden_layers": 1},
+}
+
+
+def gradient_picture(height: int = 24, width: int = 32) -> np.ndarray:
+    rows, columns = np.mgrid[0:height, 0:width]
+    return np.stack([255 * rows / height, 255 * columns / width, 128 + 0 * rows], axis=2).astype(np.uint8)
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "photo.png"
+    Image.fromarray(gradient_picture()).save(path)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SMALL_CONFIG))
+    return path
+
+
+@pytest.fixture
+def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad input is found before a model exists, so before anything could be compiled."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was made")
+
+    monkeypatch.setattr(image, "create_from_config", refuse)
+
+
+def one_line(capsys: pytest.CaptureFixture) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and captured.err.endswith("\n"), captured.err
+    assert "usage:" not in captured.err and "Traceback" not in captured.err
+    return captured.err.rstrip("\n")
+
+
+# ------------------------------------------------------------------------------------------- wrong input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["imagine"], "numba-tcnn: unknown command imagine, did you mean image?"),
+        (["train"], "numba-tcnn: unknown command train; there are image, doctor"),
+        (["--stepz"], "numba-tcnn: unknown option --stepz; there are image, doctor"),
+        (["image", "--stepz", "3"], "numba-tcnn image: unknown option --stepz, did you mean --steps?"),
+        (["image", "--step", "3"], "numba-tcnn image: unknown option --step, did you mean --steps?"),
+        (["image", "a.png", "b.png"], "numba-tcnn image: unknown argument b.png; numba-tcnn image --help lists"),
+        (["image", "--steps"], "numba-tcnn image: --steps: expected one argument"),
+        (["image", "--steps", "-1"], "numba-tcnn image: --steps: '-1' is not a whole number from 1 to 1000000000"),
+        (["image", "--steps", "0"], "--steps: '0' is not a whole number"),
+        (["image", "--steps", "1e3"], "--steps: '1e3' is not a whole number"),
+        (["image", "--batch", "abc"], "numba-tcnn image: --batch: 'abc' is not a whole number from 1 to 67108864"),
+        (["image", "--batch", "0"], "--batch: '0' is not a whole number"),
+        (["image", "--seed", "x"], "numba-tcnn image: --seed: 'x' is not a whole number from 0 to 4294967295"),
+        (["image", "--engine", "gpu"], "numba-tcnn image: --engine: invalid choice: 'gpu'"),
+        (["image", "--config", "missing.json"], "can't be read: No such file or directory"),
+        (["image", "missing.png"], "numba-tcnn image: no photo at missing.png; give the path of a picture"),
+        (["image", "."], "numba-tcnn image: . is a folder; give the path of one picture in it"),
+        (["doctor", "--device", "-3"], "numba-tcnn doctor: --device: '-3' is not a whole number from 0 to 1023"),
+        (["doctor", "now"], "numba-tcnn doctor: unknown argument now; numba-tcnn doctor --help lists what there is"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments, message, capsys, nothing_is_made):
+    assert cli.main(arguments) == 2
+    assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoding": {"otype": "HashGrid", "n_levls": 4}}, "encoding.n_levls: unknown key, did you mean n_levels?"),
+        (
+            {"network": {"otype": "FullyFusedMLP", "n_neurons": 80}},
+            "network.n_neurons: 80 is not one of 16, 32, 64, 128",
+        ),
+        ({"optimiser": {}}, "optimiser: unknown key, did you mean optimizer?"),
+        ({"loss": {"otype": "L3"}}, 'loss.otype: "L3" is not a loss'),
+        ({"optimizer": {"otype": "Adam", "learning_rate": -1}}, "optimizer.learning_rate: -1 is not a number from 0"),
+    ],
+)
+def test_a_wrong_config_is_one_line(change, message, tmp_path, capsys, nothing_is_made):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL_CONFIG, **change}))
+    assert cli.main(["image", "--config", str(path)]) == 2
+    assert one_line(capsys).startswith(f"numba-tcnn image: {message}")
+
+
+def test_a_config_that_is_no_json_is_one_line(tmp_path, capsys, nothing_is_made):
+    path = tmp_path / "config.json"
+    path.write_text('{"loss": ')
+    assert cli.main(["image", "--config", str(path)]) == 2
+    assert "not valid JSON" in one_line(capsys)
+
+
+def write_array(path: Path, array: np.ndarray) -> Path:
+    np.save(path, array)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (np.full((4, 5, 3), np.nan), r"has 60 NaN or infinite pixel values, the first at [0, 0, 0]; replace them"),
+        (np.array([[0.5, np.inf]]), r"has 1 NaN or infinite pixel values, the first at [0, 1]"),
+        (np.full((4, 5), 200.0), "has pixel values from 200 to 200; scale floats to [0, 1]"),
+        (np.zeros((4, 5, 2), np.uint8), "has shape [4, 5, 2]; a picture is [height, width]"),
+        (np.zeros((0, 5, 3), np.uint8), "has no pixels, its shape is [0, 5, 3]"),
+        (np.zeros((4, 5), complex), "has pixels of dtype complex128; use uint8, uint16 or floats in [0, 1]"),
+    ],
+)
+def test_wrong_pixels_are_one_line(pixels, message, tmp_path, capsys, nothing_is_made):
+    path = write_array(tmp_path / "photo.npy", pixels)
+    assert cli.main(["image", str(path)]) == 2
+    assert one_line(capsys).startswith(f"numba-tcnn image: {path} {message}")
+
+
+def test_nan_in_a_float_picture_file_is_found(tmp_path, capsys, nothing_is_made):
+    pixels = np.full((6, 7), 0.5, np.float32)
+    pixels[2, 3] = np.nan
+    path = tmp_path / "photo.tiff"
+    Image.fromarray(pixels).save(path)
+    assert cli.main(["image", str(path)]) == 2
+    assert "has 1 NaN or infinite pixel values, the first at [2, 3]" in one_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["photo.png", "photo.jpg", "photo.npy", "photo.npz", "photo"])
+@pytest.mark.parametrize(
+    "content", [b"", b"this is no picture\n" * 10, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"PK\x03\x04rubbish"]
+)
+def test_unreadable_photos_are_one_line(name, content, tmp_path, capsys, nothing_is_made):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert cli.main(["image", str(path)]) == 2
+    assert one_line(capsys).startswith(f"numba-tcnn image: {path} can't be read as a ")
+
+
+def test_a_truncated_photo_is_one_line(photo, capsys, nothing_is_made):
+    photo.write_bytes(photo.read_bytes()[:-40])
+    assert cli.main(["image", str(photo)]) == 2
+    assert "can't be read as a picture" in one_line(capsys)
+
+
+def test_an_archive_of_several_arrays_is_one_line(tmp_path, capsys, nothing_is_made):
+    path = tmp_path / "photo.npz"
+    np.savez(path, a=np.zeros((2, 2)), b=np.zeros((2, 2)))
+    assert cli.main(["image", str(path)]) == 2
+    assert "holds 2 arrays; save the picture alone" in one_line(capsys)
+
+
+def test_an_output_folder_that_is_a_file_is_one_line(photo, capsys, nothing_is_made):
+    assert cli.main(["image", str(photo), "--out", str(photo)]) == 2
+    assert one_line(capsys).startswith(f"numba-tcnn image: --out {photo} can't be made a folder")
+
+
+def test_asking_for_fused_without_a_gpu_is_one_line(photo, config, tmp_path, capsys, monkeypatch):
+    engine = FakeFusedEngine("create_runtime", "no NVIDIA device was found", no_device=True)
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime, raising=False)
+    arguments = ["image", str(photo), "--config", str(config), "--engine", "fused", "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 2
+    assert one_line(capsys) == "numba-tcnn image: no NVIDIA device was found"
+
+
+def test_ctrl_c_is_one_line(photo, capsys, monkeypatch):
+    def interrupted(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(image, "run", interrupted)
+    assert cli.main(["image", str(photo)]) == 130
+    assert one_line(capsys) == "numba-tcnn image: stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals to a process are POSIX's")
+def test_ctrl_c_in_mid_training_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "numba_tcnn", "image", "--engine", "reference", "--steps", "100000"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        os.read(process.stdout.fileno(), 1)  # the first line is printed when training begins
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode().splitlines()[-1] == "numba-tcnn image: stopped"
+    assert b"Traceback" not in err
+
+
+# ------------------------------------------------------------------------------------------- right input
+
+
+def test_overview_help_and_version(capsys):
+    for arguments in ([], ["--help"], ["-h"], ["help"]):
+        assert cli.main(arguments) == 0
+        assert "image [PHOTO]" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"numba-tcnn {numba_tcnn.__version__}\n"
+    assert cli.main(["image", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for told in (
+        "--config",
+        "--compare",
+        "fused: 262144, reference: 4096",
+        "mean over all training steps but the first",
+    ):
+        assert told in text
+
+
+def test_the_image_job_writes_what_it_says(photo, config, tmp_path, capsys):
+    out = tmp_path / "results"
+    arguments = ["image", str(photo), "--config", str(config), "--engine", "reference", "--steps", "120"]
+    assert cli.main([*arguments, "--batch", "512", "--seed", "7", "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    first, *_, last = captured.out.splitlines()
+    assert first == "photo.png, 32 x 24 pixels; reference engine: engine='reference' was asked for"
+    assert "120/120" in captured.err and "dB" in captured.err and "samples/s" in captured.err
+
+    record = json.loads((out / "record.json").read_text())
+    ms = record["ms_per_step"]
+    assert last == f"reference: {record['psnr_db']:.1f} dB, {ms:.3g} ms/step, 0.00 s compiling"
+    assert record["files"] == ["learned.png", "comparison.png", "loss.png", "record.json"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(record["files"])  # no temporary file stays
+    assert (record["steps"], record["batch"], record["seed"], record["pixels"]) == (120, 512, 7, [32, 24])
+    assert record["config"] == SMALL_CONFIG and len(record["losses"]) == 120
+    assert record["samples_per_second"] == pytest.approx(512 * 1000 / ms)
+
+    learned = np.asarray(Image.open(out / "learned.png")).astype(np.float64)
+    assert learned.shape == (24, 32, 3)
+    from_file = -10 * np.log10(np.mean((learned / 255 - gradient_picture() / 255) ** 2))
+    # the file holds 8 bits: at most half a step of 1/255 per value, which moves 30 dB by less than 0.1
+    assert from_file == pytest.approx(record["psnr_db"], abs=0.3)
+    assert record["psnr_db"] > 25
+
+
+def test_the_same_seed_learns_the_same_picture(photo, config, tmp_path):
+    pictures = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        arguments = ["image", str(photo), "--config", str(config), "--engine", "reference", "--steps", "20"]
+        assert cli.main([*arguments, "--batch", "64", "--seed", str(seed), "--out", str(tmp_path / name)]) == 0
+        pictures.append((tmp_path / name / "learned.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
+def test_a_kernel_that_fails_is_one_warning_and_the_job_goes_on(photo, config, tmp_path, capsys, monkeypatch):
+    engine = FakeFusedEngine("training_step", "kernel gradient: 300 registers, 255 allowed")
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "to_device", lambda values: values, raising=False)
+    arguments = ["image", str(photo), "--config", str(config), "--steps", "5", "--batch", "64", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    captured = capsys.readouterr()
+    warned = [line for line in captured.err.splitlines() if "warning" in line]
+    assert len(warned) == 1
+    assert "numba-tcnn image: warning: JIT fusion is off" in warned[0] and "300 registers" in warned[0]
+    assert captured.out.splitlines()[-1].startswith("reference: ")
+
+
+def test_batches_for_the_gpu_come_from_a_pool_that_is_renewed(monkeypatch, rng):
+    monkeypatch.setattr(image, "device_array", lambda values: values)
+    source = image.BatchSource(rng.random((8, 9, 3), np.float32), batch=32, seed=0)
+    taken = source.take(20, on_device=True)
+    assert len(source.pool) == image.POOL_BATCHES
+    assert taken[16] is taken[0] and taken[1] is not taken[0]
+    pool = list(source.pool)
+    following = source.take(1, on_device=True)[0]
+    assert sum(new is not old for new, old in zip(source.pool, pool, strict=True)) == 1
+    assert following is source.pool[20 % image.POOL_BATCHES]
+    on_host = [source.take(1, on_device=False)[0] for _ in range(2)]
+    assert not np.array_equal(on_host[0][0], on_host[1][0])
+
+
+@pytest.mark.slow
+def test_python_dash_m_is_the_same_command(photo, config, tmp_path):
+    command = [sys.executable, "-m", "numba_tcnn", "image", str(photo), "--config", str(config)]
+    run = subprocess.run(
+        [*command, "--engine", "reference", "--steps", "3", "--batch", "64", "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1].startswith("reference: ")

@@ -1,0 +1,115 @@
+"""The doctor's report: what it says of machines with and without a device, and of a broken installation."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+from fake_engine import FakeFusedEngine
+
+import numba_tcnn.fused
+import numba_tcnn.reference
+from numba_tcnn import cli, doctor
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine to be described: set the attributes of what it returns."""
+    status = types.SimpleNamespace(
+        usable=False,
+        reason="no NVIDIA device was found",
+        no_device=True,
+        name=None,
+        compute_capability=None,
+        driver_version=None,
+    )
+    monkeypatch.setattr(numba_tcnn.fused, "device_status", lambda device: status, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "cache_directory", lambda: "/home/someone/.cache/numba-tcnn", raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "cache_size", lambda: 2_500_000, raising=False)
+    return status
+
+
+def with_device(status):
+    status.__dict__.update(
+        usable=True, reason="", no_device=False, name="NVIDIA H200", compute_capability=(9, 0), driver_version="580.65"
+    )
+
+
+def report(capsys) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_without_a_device(machine, capsys):
+    assert cli.main(["doctor"]) == 0
+    lines = report(capsys)
+    assert lines[0].startswith(f"numba-tcnn {numba_tcnn.__version__}, Python 3.")
+    assert any(line.startswith(f"packages: numpy {np.__version__}, numba ") for line in lines)
+    assert "driver: none found" in lines and "device 0: none" in lines
+    assert "fused engine: not usable: no NVIDIA device was found" in lines
+    assert "kernel cache: /home/someone/.cache/numba-tcnn, 2.5 MB" in lines
+    assert any("the reference engine learns" in line for line in lines)
+    assert any(line.startswith("self-test: no fused engine here: the reference in float16") for line in lines)
+    assert sum(line.endswith("  ok") for line in lines) == 9  # outputs, input gradient, 3 layers, 4 levels
+    assert any(line.startswith("advice: no NVIDIA GPU was found, so models run in NumPy") for line in lines)
+
+
+def test_with_a_device(machine, capsys, monkeypatch):
+    with_device(machine)
+    engine = FakeFusedEngine()
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime, raising=False)
+    assert cli.main(["doctor", "--device", "0"]) == 0
+    lines = report(capsys)
+    assert "driver: 580.65" in lines and "device 0: NVIDIA H200, compute capability 9.0" in lines
+    assert "fused engine: usable" in lines
+    assert any(line.startswith("self-test: fused against reference, both in float16, 1,000 samples") for line in lines)
+    assert lines[-1] == "advice: none, everything is in place"
+
+
+def test_a_device_that_cannot_be_used(machine, capsys):
+    machine.__dict__.update(no_device=False, reason="the driver is 450.80, CUDA 12 needs 525.60 or newer", name="GTX")
+    assert cli.main(["doctor"]) == 0
+    assert any(line.startswith("advice: the GPU can't be used: the driver is 450.80") for line in report(capsys))
+
+
+def test_kernels_that_fail_are_reported(machine, capsys, monkeypatch):
+    with_device(machine)
+    engine = FakeFusedEngine("backward", "ptxas said no")
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime, raising=False)
+    assert cli.main(["doctor"]) == 0
+    lines = report(capsys)
+    assert "self-test: the fused engine fails: EngineUnavailable: ptxas said no" in lines
+    assert lines[-1].startswith("advice: the fused engine fails on this device (EngineUnavailable)")
+
+
+def test_kernels_that_compute_something_else_are_reported(machine, capsys, monkeypatch):
+    with_device(machine)
+    engine = FakeFusedEngine()
+
+    def create_runtime(spec, params, **options):
+        return engine.create_runtime(spec, params * 1.1, **options)
+
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", create_runtime, raising=False)
+    assert cli.main(["doctor"]) == 0
+    lines = report(capsys)
+    assert any(line.startswith("  outputs") and line.endswith("more than 0.005") for line in lines)
+    assert "differ too much between the engines" in lines[-1]
+
+
+def test_a_broken_reference_is_exit_code_1(machine, capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise FloatingPointError("this NumPy can't multiply")
+
+    monkeypatch.setattr(numba_tcnn.reference, "create_runtime", broken)
+    assert cli.main(["doctor"]) == 1
+    lines = report(capsys)
+    assert "self-test: the reference engine fails: FloatingPointError: this NumPy can't multiply" in lines
+    assert any("reinstall" in line for line in lines)
+
+
+def test_missing_packages_get_a_command(machine, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    assert cli.main(["doctor"]) == 0
+    lines = report(capsys)
+    assert any("numba-cuda missing" in line for line in lines)
+    assert any("pip install 'numba-tcnn[cuda13]'" in line for line in lines)
