@@ -19,8 +19,10 @@ from .losses import loss_function
 from .mlp import MLP, Trace
 from .precision import Precision
 
-CHUNK_ROWS = 1 << 14
-"""Batches are computed in pieces of this many rows, which bounds the memory that corners and activations take."""
+FORWARD_ROWS = 1 << 12
+GRADIENT_ROWS = 1 << 14
+"""Batches are computed in pieces of this many rows, which bounds the memory that corners and activations take. A
+forward pass is fastest in the cache; a backward pass has a cost per piece, proportional to the size of the tables."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Model:
         x = self.precision.array(x)
         y = np.empty((len(x), self.spec.n_output_dims), x.dtype)
         with np.errstate(all="ignore"):
-            for rows in row_chunks(len(x)):
+            for rows in pieces(len(x), FORWARD_ROWS):
                 y[rows] = self._forward(x[rows])[0]
         return y
 
@@ -110,7 +112,7 @@ class Model:
         return self._gradients(x, lambda rows, y: dL_dy[rows] * scale, 1.0 / scale, params=params, input=input, out=out)
 
     def _gradients(self, x, dL_dy, factor, *, params, input, out) -> Gradients:
-        """Sums gradients over the chunks of the batch; `factor` multiplies them at the end."""
+        """Sums gradients over the pieces of the batch; `factor` multiplies them at the end."""
         x = self.precision.array(x)
         if params:
             flat = np.empty(n_params(self.spec), self.precision.compute) if out is None else out
@@ -119,7 +121,7 @@ class Model:
             flat = None
         dL_dx = np.zeros((len(x), self.spec.n_input_dims), self.precision.compute) if input else None
         with np.errstate(all="ignore"):
-            for rows in row_chunks(len(x)):
+            for rows in pieces(len(x), GRADIENT_ROWS):
                 y, trace, context = self._forward(x[rows])
                 self._backward(trace, context, dL_dy(rows, y), flat, None if dL_dx is None else dL_dx[rows])
             if flat is not None:
@@ -158,5 +160,5 @@ class Model:
             self.encoding.backward(context, self.encoding_params, own, encoding_gradient, dL_dx)
 
 
-def row_chunks(batch: int) -> Iterator[slice]:
-    return (slice(start, min(start + CHUNK_ROWS, batch)) for start in range(0, batch, CHUNK_ROWS))
+def pieces(batch: int, n_rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + n_rows, batch)) for start in range(0, batch, n_rows))

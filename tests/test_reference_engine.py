@@ -10,7 +10,7 @@ from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.initial_values import initial_params
 from numba_tcnn.layout import n_params
 from numba_tcnn.reference import Model, ReferenceRuntime, create_runtime
-from numba_tcnn.reference.model import CHUNK_ROWS
+from numba_tcnn.reference.model import GRADIENT_ROWS
 from numba_tcnn.specs import (
     AdamSpec,
     EncodingSpec,
@@ -141,14 +141,14 @@ def test_inference_into_half() -> None:
     assert not np.array_equal(half, single), "predictions are float32, not rounded"
 
 
-def test_batches_larger_than_a_chunk() -> None:
-    """Chunks add up. Sums of 2^14 float32 terms in another order: 1e-5."""
-    batch = CHUNK_ROWS + 33
+def test_batches_larger_than_a_piece() -> None:
+    """Pieces add up. Sums of 2^14 float32 terms in another order: 1e-5."""
+    batch = GRADIENT_ROWS + 33
     x, y = (v.numpy() for v in data(batch))
     model = Model(SPEC, initial_params(SPEC, 1), "float32")
     exact = Model(SPEC, initial_params(SPEC, 1), "float64")
     value, gradients = model.loss_and_gradients(x, y, LossSpec("L2"))
-    first, second = slice(0, CHUNK_ROWS), slice(CHUNK_ROWS, batch)
+    first, second = slice(0, GRADIENT_ROWS), slice(GRADIENT_ROWS, batch)
     parts = [(exact.loss_and_gradients(x[r], y[r], LossSpec("L2")), r.stop - r.start) for r in (first, second)]
     assert value == pytest.approx(sum(part[0] * n for part, n in parts) / batch, rel=1e-6)
     expected = sum(part[1].params * n for part, n in parts) / batch
