@@ -81,7 +81,7 @@ class GradientOptions:
     """What a gradient kernel reads and computes beyond its model.
 
     loss             name of the loss, or None where the output gradient is given
-    density          whether targets come with their sampling density
+    density_dtype    dtype of the targets' sampling density, or None where there is none
     table_gradient, input_gradient   which gradients the encoding's backward pass computes
     """
 
@@ -89,7 +89,7 @@ class GradientOptions:
     aligned_input: bool = True
     target_dtype: str = "float32"
     loss: str | None = "L2"
-    density: bool = False
+    density_dtype: str | None = None
     table_gradient: bool = True
     input_gradient: bool = False
 
@@ -217,7 +217,7 @@ def _make_division(target: Target, plan: KernelPlan, by_sample: bool, first_item
 def _make_padding(target: Target, spec: ModelSpec, plan: KernelPlan) -> Callable | None:
     """Fill the columns behind the encoding's own with its padding value."""
     first_column = spec.encoding.n_output_dims
-    count = spec.encoding_width - first_column
+    count = plan.x.columns - first_column  # a bare encoding's tile is wider than the encoding
     if count == 0:
         return None
     turns, locate = _make_division(target, plan, False, first_column, count)
@@ -494,10 +494,10 @@ def make_output_layer(
     activation, apply_derivative = make_activation(target, name), make_apply_derivative(target, name)
     of_output = ACTIVATIONS[name].derivative_of_output
     load_y = make_load_matrix(target, shape, options.target_dtype)
-    load_density = make_load_matrix(target, shape, "float32")
+    load_density = make_load_matrix(target, shape, options.density_dtype or "float32")
     mask, total_of = make_mask(target, shape), make_sum(target, shape.n_elements)
     n_out, u32, f32, keep = spec.n_output_dims, target.u32, target.f32, d_keeper.keep
-    has_density, given_scale = options.density, make_read_scale(target, 0)
+    has_density, given_scale = options.density_dtype is not None, make_read_scale(target, 0)
 
     if options.loss is None:
 

@@ -148,9 +148,9 @@ def make_grid(target, spec: GridSpec, memory, *, first_column: int, table_gradie
         return x * scale + np_f32(0.5)
 
     def fraction(q, cell):
-        # the saturated cell of a huge q would give a meaningless fraction: keep every weight in [0, 1]
+        # q - floor(q), and 0 where the cell was saturated or q is not finite: every weight stays in [0, 1]
         t = q - np_f32(np.int32(cell))
-        return min(max(t, np_f32(0)), np_f32(1)) if t == t else np_f32(0)
+        return t if t > np_f32(0) and t <= np_f32(1) else np_f32(0)
 
     def multiply(a, b):
         return a * b

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layout import n_network_params
 from ..specs import ModelSpec
 from .fragments import FragmentShape, Target, make_load_matrix, make_pack, make_restore, make_store_matrix, make_unpack
 from .fragments import make_zeros
@@ -343,8 +342,3 @@ def make_encoding_gradient_kernel(
             tile = u32(tile + step)
 
     return KernelBody("encoding_gradient", gradient, (("n_tiles", "u32"),), IO_PARAMETERS)
-
-
-def partial_row_floats(spec: ModelSpec) -> int:
-    """Columns of the matrix of partial sums: the network's parameters."""
-    return n_network_params(spec)

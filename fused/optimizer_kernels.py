@@ -2,7 +2,9 @@
 
 Both are one body with another last act. A block of 512 threads takes 32 network parameters, 16 slices of the rows of
 partial sums each, or 512 parameters of the encoding, whose gradient it reads from the float32 table gradient and sets
-back to zero on the way, so that no kernel of its own has to. Block 0 also adds up the blocks' losses.
+back to zero on the way, so that no kernel of its own has to. Block 0 also adds up the blocks' losses. Sums become
+gradients by two factors: `gradient_scale`, and `scales[1]` in device memory, which undoes the power of two of given
+output gradients.
 """
 
 from __future__ import annotations
@@ -191,13 +193,13 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
         skips = skip_zero and not is_matrix
 
         def act(index, g, active, extra):
-            weights, half_weights, m, v, steps, learning_rate, step, gradient_scale, bad, mark, skipped = extra
+            weights, half_weights, m, v, steps, learning_rate, step, gradient_scale, scales, bad, mark, skipped = extra
             active = u32(active * differ(load_u32(bad, u32(0), u32(1)), mark))
             if skips:
                 active = u32(active * touched(g))
             w_old, m_old = load_f32(weights, index, active), load_f32(m, index, active)
             v_old, k_old = load_f32(v, index, active), load_u32(steps, index, active)
-            g = multiply(g, gradient_scale)
+            g = multiply(multiply(g, gradient_scale), load_f32(scales, u32(1), u32(1)))
             w_new, m_new, v_new, k_new, changed = update(g, w_old, m_old, v_old, k_old, learning_rate, step)
             active = u32(active * changed)
             store_f32(weights, index, w_new, active)
@@ -209,7 +211,7 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
         return target.device(act)
 
     def finish(first, extra):
-        weights, half_weights, m, v, steps, learning_rate, step, gradient_scale, bad, mark, skipped = extra
+        weights, half_weights, m, v, steps, learning_rate, step, gradient_scale, scales, bad, mark, skipped = extra
         add_u32(skipped, u32(1), u32(first * same(load_u32(bad, u32(0), u32(1)), mark)))
 
     parameters = (
@@ -221,6 +223,7 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
         ("learning_rate", "f32"),
         ("step", "u32"),
         ("gradient_scale", "f32"),
+        ("scales", "u64"),
         ("bad", "u64"),
         ("mark", "u32"),
         ("skipped", "u64"),
@@ -229,25 +232,25 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
 
 
 def make_collect_kernel(target: Target) -> KernelBody:
-    """The gradient of all parameters as one float32 vector: gradients = scale * sum, plus what was there if asked."""
+    """The gradient of all parameters as one float32 vector, plus what was there if asked."""
     load_f32, _, store_f32, *_ = _make_memory_access(target)
     u32 = target.u32
 
-    def multiply_add(g, scale, old):
-        return g * scale + old
+    def multiply_add(g, scale, given_scale, old):
+        return g * scale * given_scale + old
 
     multiply_add = target.scalar(multiply_add)
 
     def act(index, g, active, extra):
-        gradients, accumulate, scales = extra
+        gradients, accumulate, gradient_scale, scales = extra
         old = load_f32(gradients, index, u32(active * accumulate))
-        store_f32(gradients, index, multiply_add(g, load_f32(scales, u32(1), u32(1)), old), active)
+        store_f32(gradients, index, multiply_add(g, gradient_scale, load_f32(scales, u32(1), u32(1)), old), active)
 
     def finish(first, extra):
         return
 
     act = target.device(act)
-    parameters = (("gradients", "u64"), ("accumulate", "u32"), ("scales", "u64"))
+    parameters = (("gradients", "u64"), ("accumulate", "u32"), ("gradient_scale", "f32"), ("scales", "u64"))
     return _make_body(target, "collect", (act, act, target.device(finish)), parameters)
 
 

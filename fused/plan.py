@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from ..specs import ModelSpec
+from ..engines import EngineUnavailable
+from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
 from .activations import ACTIVATIONS
 from .mlp import WeightGradient, n_accumulators
 from .tiles import Tile
@@ -29,7 +30,7 @@ SHARED_ALIGNMENT = 16
 RESERVED_SHARED_BYTES = 1024  # the driver's own, a block
 
 
-class PlanError(ValueError):
+class PlanError(EngineUnavailable):
     """No plan fits: says what would be needed."""
 
 
@@ -161,7 +162,7 @@ class _Allocator:
 
 def _weight_tiles(spec: ModelSpec, allocate: _Allocator, *, resident: bool) -> NetworkTiles:
     shapes = spec.layer_shapes
-    if resident:
+    if resident or not shapes:
         tiles = tuple(allocate.tile(f"W{i}", *shape) for i, shape in enumerate(shapes))
     else:
         start = allocate.end
@@ -171,7 +172,7 @@ def _weight_tiles(spec: ModelSpec, allocate: _Allocator, *, resident: bool) -> N
 
 
 def _widest(spec: ModelSpec) -> int:
-    return max(max(shape) for shape in spec.layer_shapes)
+    return max((max(shape) for shape in spec.layer_shapes), default=round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
 
 
 def _fragment_registers(spec: ModelSpec, rows: int) -> int:
@@ -209,7 +210,7 @@ def inference_plans(spec: ModelSpec, chip: Architecture) -> list[KernelPlan]:
     for resident, warps, rows in itertools.product((True, False), (4, 8), (32, 16)):
         allocate = _Allocator()
         weights = _weight_tiles(spec, allocate, resident=resident)
-        x = allocate.tile("x", warps * rows, spec.encoding_width)
+        x = allocate.tile("x", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
         registers = _fragment_registers(spec, rows)
         if registers <= MAX_REGISTERS:
             candidates.append((KernelPlan("inference", warps, rows, 1, weights, x), registers))
@@ -220,9 +221,15 @@ def _resident_first(plans: list[KernelPlan]) -> list[KernelPlan]:
     return sorted(plans, key=lambda plan: not plan.weights.resident)
 
 
+def describe_shapes(spec: ModelSpec) -> str:
+    if spec.network is None:
+        return f"an encoding of width {spec.encoding_width}"
+    return "layers of " + ", ".join(f"{fan_out}x{fan_in}" for fan_out, fan_in in spec.layer_shapes)
+
+
 def _no_plan(spec: ModelSpec, chip: Architecture):
     raise PlanError(
-        f"no fused kernel fits layers of {', '.join(f'{n}x{k}' for n, k in spec.layer_shapes)} into "
+        f"no fused kernel fits {describe_shapes(spec)} into "
         f"{chip.shared_per_block // _KIB} KiB of shared memory and {MAX_REGISTERS} registers a thread"
     )
 
@@ -355,6 +362,16 @@ def gradient_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bo
         *staged_plans(spec, chip, encoding_gradient=encoding_gradient),
     ]
     return plans or _no_plan(spec, chip)
+
+
+def encoding_gradient_plan(spec: ModelSpec, chip: Architecture) -> KernelPlan:
+    """For a bare encoding: only the tile of its gradient."""
+    for warps, rows in ((4, 32), (4, 16), (1, 16)):
+        dx = _Allocator().tile("dx", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
+        plan = KernelPlan("encoding gradient", warps, rows, 2, dx=dx)
+        if plan.shared_bytes <= chip.shared_per_block and _fragment_registers(spec, rows) <= MAX_REGISTERS:
+            return plan
+    return _no_plan(spec, chip)
 
 
 def keeps_gate(spec: ModelSpec) -> bool:

@@ -1,0 +1,237 @@
+"""The CUDA driver, as far as this package needs it: devices, memory, loaded kernels, launches. Through cuda.bindings.
+
+Work goes into the device's primary context, which CuPy, PyTorch, JAX and Numba share, so their arrays can be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from ..engines import EngineUnavailable
+
+
+class CudaError(RuntimeError):
+    """A driver call failed; says which, and the driver's own words."""
+
+
+@functools.cache
+def bindings() -> ModuleType:
+    """`cuda.bindings.driver`, initialised. Raises EngineUnavailable with the reason."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise EngineUnavailable(
+            f"the CUDA packages are not installed ({error}); pip install 'numba-tcnn[cuda13]' brings them",
+            no_device=True,
+        ) from error
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # the bindings could not find libcuda
+        raise EngineUnavailable(f"there is no NVIDIA driver on this machine ({error})", no_device=True) from error
+    if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        raise EngineUnavailable("there is no NVIDIA device on this machine", no_device=True)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise EngineUnavailable(f"the NVIDIA driver could not be initialised: {_words(driver, status)}")
+    return driver
+
+
+def _words(driver: ModuleType, status) -> str:
+    _, name = driver.cuGetErrorName(status)
+    _, text = driver.cuGetErrorString(status)
+    return f"{name.decode() if name else status}: {text.decode() if text else 'unknown error'}"
+
+
+def check(returned: tuple, doing: str):
+    """The values of a driver call; raises CudaError, or MemoryError where the device is out of memory."""
+    status, *values = returned
+    if status != 0:
+        driver = bindings()
+        message = f"{doing}: {_words(driver, status)}"
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(message)
+        raise CudaError(message)
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    name: str
+    capability: tuple[int, int]
+    n_multiprocessors: int
+    shared_per_block: int
+    total_memory: int
+
+
+class Device:
+    """One device's primary context. Calls make it current in the calling thread."""
+
+    def __init__(self, index: int):
+        driver = bindings()
+        count = check(driver.cuDeviceGetCount(), "counting devices")
+        if index >= count:
+            raise EngineUnavailable(
+                f"there is no CUDA device {index}: this machine has {count}", no_device=count == 0
+            )
+        self.index = index
+        self.handle = check(driver.cuDeviceGet(index), f"opening device {index}")
+        self.context = check(driver.cuDevicePrimaryCtxRetain(self.handle), f"making a context on device {index}")
+
+    def attribute(self, name: str) -> int:
+        driver = bindings()
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return check(driver.cuDeviceGetAttribute(attribute, self.handle), f"reading {name}")
+
+    @functools.cached_property
+    def properties(self) -> DeviceProperties:
+        driver = bindings()
+        name = check(driver.cuDeviceGetName(100, self.handle), "reading the device's name")
+        return DeviceProperties(
+            name=name.split(b"\0")[0].decode(),
+            capability=(self.attribute("COMPUTE_CAPABILITY_MAJOR"), self.attribute("COMPUTE_CAPABILITY_MINOR")),
+            n_multiprocessors=self.attribute("MULTIPROCESSOR_COUNT"),
+            shared_per_block=self.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            total_memory=check(driver.cuDeviceTotalMem(self.handle), "reading the device's memory"),
+        )
+
+    def use(self) -> None:
+        """Make the context current in this thread."""
+        check(bindings().cuCtxSetCurrent(self.context), "switching the context")
+
+    def synchronize(self, stream: int = 0) -> None:
+        check(bindings().cuStreamSynchronize(stream), "waiting for the device")
+
+    def wait_for(self, other: int, stream: int) -> None:
+        """Let `stream` wait for what `other` holds now."""
+        driver = bindings()
+        event = check(
+            driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value), "making an event"
+        )
+        check(driver.cuEventRecord(event, other), "recording an event")
+        check(driver.cuStreamWaitEvent(stream, event, 0), "waiting for an event")
+        check(driver.cuEventDestroy(event), "releasing an event")
+
+
+@functools.cache
+def device(index: int) -> Device:
+    """Device number `index`. Raises EngineUnavailable where it can't be had."""
+    try:
+        return Device(index)
+    except (CudaError, MemoryError) as error:
+        raise EngineUnavailable(str(error)) from error
+
+
+class DeviceBuffer:
+    """Device memory that is freed with the object. `size` in bytes."""
+
+    def __init__(self, owner: Device, size: int):
+        self.device, self.size = owner, size
+        owner.use()
+        doing = f"allocating {size / 2**20:.1f} MiB on device {owner.index}"
+        self.address = int(check(bindings().cuMemAlloc(max(size, 16)), doing))
+
+    def fill_zero(self, stream: int = 0) -> None:
+        check(bindings().cuMemsetD8Async(self.address, 0, self.size, stream), "clearing device memory")
+
+    def upload(self, values: np.ndarray, stream: int = 0) -> None:
+        """Copy host memory here; the host array may be changed afterwards."""
+        values = np.ascontiguousarray(values)
+        check(bindings().cuMemcpyHtoDAsync(self.address, values.ctypes.data, values.nbytes, stream), "copying to device")
+        self.device.synchronize(stream)
+
+    def download_into(self, values: np.ndarray, stream: int = 0, offset: int = 0) -> None:
+        """Fill a C-contiguous host array from byte `offset` of this memory; waits for the stream."""
+        source = self.address + offset
+        call = bindings().cuMemcpyDtoHAsync(values.ctypes.data, source, values.nbytes, stream)
+        check(call, "copying from device")
+        self.device.synchronize(stream)
+
+    def download(self, shape, dtype, stream: int = 0) -> np.ndarray:
+        values = np.empty(shape, dtype)
+        self.download_into(values, stream)
+        return values
+
+    def free(self) -> None:
+        if self.address:
+            address, self.address = self.address, 0
+            with contextlib.suppress(CudaError):  # the context may be gone when the process ends
+                self.device.use()
+                check(bindings().cuMemFree(address), "freeing device memory")
+
+    def __del__(self):
+        if getattr(self, "address", 0):
+            try:
+                self.free()
+            except (AttributeError, TypeError, ImportError):
+                pass  # the interpreter is shutting down and has taken the bindings apart
+
+
+class LoadedKernel:
+    """A kernel on a device, with its arguments packed once and changed in place.
+
+    parameters   (name, kind) in launch order
+    """
+
+    def __init__(self, owner: Device, cubin: bytes, entry: str, parameters: Sequence[tuple[str, str]], *,
+                 name: str, threads: int, shared_bytes: int):  # fmt: skip
+        driver = bindings()
+        owner.use()
+        self.device, self.name, self.threads, self.shared_bytes = owner, name, threads, shared_bytes
+        self._module = check(driver.cuModuleLoadData(cubin), f"loading kernel {name}")
+        self._function = check(driver.cuModuleGetFunction(self._module, entry.encode()), f"finding kernel {name}")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(
+            driver.cuFuncSetAttribute(self._function, attribute, shared_bytes),
+            f"giving kernel {name} {shared_bytes} bytes of shared memory",
+        )
+        self.blocks_per_multiprocessor = check(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, threads, shared_bytes),
+            f"asking how many blocks of kernel {name} fit",
+        )
+        if self.blocks_per_multiprocessor == 0:
+            raise EngineUnavailable(f"kernel {name} does not fit a multiprocessor")
+        self._values = np.zeros(len(parameters), np.uint64)
+        self._pointers = self._values.ctypes.data + 8 * np.arange(len(parameters), dtype=np.uint64)
+        self._argument_list = self._pointers.ctypes.data
+        self._floats = self._values.view(np.float32)
+        self._places = {name: (i, kind) for i, (name, kind) in enumerate(parameters)}
+        self._launch = driver.cuLaunchKernel
+        self._function_handle = int(self._function)
+
+    def set(self, **arguments: int | float) -> None:
+        """Set some of the kernel's parameters; the others keep their values."""
+        for name, value in arguments.items():
+            i, kind = self._places[name]
+            if kind == "f32":
+                self._floats[2 * i] = value
+            else:
+                self._values[i] = value
+
+    def launch(self, n_blocks: int, stream: int = 0, n_rows: int = 1) -> None:
+        (status,) = self._launch(
+            self._function, n_blocks, n_rows, 1, self.threads, 1, 1, self.shared_bytes, stream, self._argument_list, 0
+        )
+        if status != 0:
+            check((status,), f"launching kernel {self.name}")
+
+    def __del__(self):
+        module = getattr(self, "_module", None)
+        if module is not None:
+            try:
+                self.device.use()
+                bindings().cuModuleUnload(module)
+            except (CudaError, AttributeError, TypeError, ImportError):
+                pass  # the context or the interpreter is already gone
+
+
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA version that the driver supports, e.g. (13, 0)."""
+    version = check(bindings().cuDriverGetVersion(), "reading the driver's version")
+    return version // 1000, version % 1000 // 10

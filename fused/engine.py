@@ -1,0 +1,393 @@
+"""The fused engine: the contract of `numba_tcnn.engines`, kept by programs of fused kernels on one device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from ..arrays import ArrayView
+from ..engines import EngineUnavailable, Explanation
+from ..layout import n_network_params, n_params
+from ..specs import AdamSpec, LossSpec, ModelSpec, OptimizerSpec
+from .device_status import device_status
+from .driver import Device, DeviceBuffer
+from .driver import device as open_device
+from .encodings import ENCODINGS
+from .fuser import GradientOptions
+from .kernels import InferenceOptions
+from .losses import LOSSES
+from .programs import GradientProgram, GradientScaleProgram, InferenceProgram, OptimizerProgram, Toolbox, Workspace
+
+LOSS_SLOTS = 4096
+"""Losses that wait on the device for someone to read them; older ones are fetched before they are overwritten."""
+
+ALIGNMENT = 16
+
+STATE_ARRAYS = {"first_moments": np.float32, "second_moments": np.float32, "param_steps": np.uint32}
+
+
+class Loss:
+    """A training step's loss, still on the device until it is read or its place is needed."""
+
+    def __init__(self, buffer: DeviceBuffer, slot: int, stream: int):
+        self._place: tuple[DeviceBuffer, int, int] | None = (buffer, slot, stream)
+        self._value = 0.0
+
+    def value(self) -> float:
+        if self._place is not None:
+            buffer, slot, stream = self._place
+            host = np.empty(1, np.float32)
+            buffer.device.use()
+            buffer.download_into(host, stream, offset=4 * slot)
+            self._value, self._place = float(host[0]), None
+        return self._value
+
+
+class FusedRuntime:
+    """One model on one device. Parameters are a float32 master and the float16 copy that kernels read."""
+
+    name = "fused"
+
+    def __init__(self, spec: ModelSpec, params: np.ndarray, owner: Device):
+        self.spec, self.device = spec, owner
+        self.toolbox, self.workspace = Toolbox(owner), Workspace(owner)
+        self.n_params, self.n_network = n_params(spec), n_network_params(spec)
+        self.has_table = self.n_params > self.n_network
+        owner.use()
+        self._weights = DeviceBuffer(owner, 4 * self.n_params)
+        self._half_weights = DeviceBuffer(owner, 2 * self.n_params)
+        self._table_gradient: DeviceBuffer | None = None
+        self._words = DeviceBuffer(owner, 32)  # bad, skipped, -, unread loss, scales[2], unit scales[2]
+        self._words.upload(np.array([0, 0, 0, 0, 1, 1, 1, 1], np.float32))
+        self._maximum = DeviceBuffer(owner, 16)
+        self._programs: dict[tuple, object] = {}
+        self._optimizer: AdamSpec | None = None
+        self._loss = LossSpec()
+        self._state: dict[str, DeviceBuffer] = {}
+        self._learning_rate = 0.0
+        self.step = 0
+        self._mark = 0
+        self._losses = DeviceBuffer(owner, 4 * LOSS_SLOTS)
+        self._waiting: list[weakref.ref | None] = [None] * LOSS_SLOTS
+        self._next_slot = 0
+        self._last_stream = 0
+        self.set_params(params)
+
+    # ------------------------------------------------------------------------------------ parameters
+    def get_params(self) -> np.ndarray:
+        self.device.use()
+        return self._weights.download(self.n_params, np.float32, self._last_stream)
+
+    def set_params(self, params: np.ndarray) -> None:
+        self.device.use()
+        params = np.ascontiguousarray(params, np.float32)
+        self._weights.upload(params, self._last_stream)
+        with np.errstate(over="ignore"):
+            self._half_weights.upload(params.astype(np.float16), self._last_stream)
+
+    # --------------------------------------------------------------------------------------- arrays
+    def _begin(self, stream: int | None, *views: ArrayView | None) -> int:
+        """Make the device current and order the work of `stream` behind earlier work and the arrays' own streams."""
+        self.device.use()
+        stream = 0 if stream is None else int(stream)
+        for other in {v.stream for v in views if v is not None and v.on_device and v.stream}:
+            if other != stream:
+                self.device.wait_for(other, stream)
+        if stream != self._last_stream:
+            self.device.wait_for(self._last_stream, stream)
+            self._last_stream = stream
+        return stream
+
+    def _input(self, name: str, v: ArrayView, stream: int) -> dict[str, int]:
+        """Kernel arguments for an array that is read; host arrays are copied to the device."""
+        if v.on_device:
+            address = v.pointer
+        else:
+            host = v.numpy()
+            address = self.workspace.get(f"input {name}", host.nbytes)
+            self.workspace.buffer(f"input {name}").upload(host, stream)
+        return {name: address, f"{name}_stride": v.shape[1] * v.dtype.itemsize}
+
+    def _output(self, name: str, v: ArrayView) -> tuple[int, Callable[[int], None]]:
+        """(device address to write to, what to call at the end with the stream) for an array that is written."""
+        if v.on_device:
+            return v.pointer, lambda stream: None
+        host = v.numpy()
+        address = self.workspace.get(f"output {name}", host.nbytes)
+        buffer = self.workspace.buffer(f"output {name}")
+        return address, lambda stream: buffer.download_into(host, stream)
+
+    def _model_arguments(self) -> dict[str, int]:
+        parameters = self._half_weights.address
+        return {"parameters": parameters, "table": parameters + 2 * self.n_network}
+
+    @staticmethod
+    def _aligned(arguments: dict[str, int]) -> bool:
+        return arguments["x"] % ALIGNMENT == 0 and arguments["x_stride"] % ALIGNMENT == 0
+
+    def _program(self, kind: str, options, make: Callable):
+        key = (kind, options)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = make()
+        return program
+
+    # ------------------------------------------------------------------------------------ inference
+    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
+        stream = self._begin(stream, x, out)
+        arguments = self._input("x", x, stream)
+        options = InferenceOptions(x.dtype.name, self._aligned(arguments), out.dtype.name)
+        program = self._program("inference", options, lambda: InferenceProgram(self.toolbox, self.spec, options))
+        address, finish = self._output("y", out)
+        arguments |= {"y": address, "y_stride": out.shape[1] * out.dtype.itemsize}
+        program.run(arguments | self._model_arguments(), x.shape[0], stream)
+        finish(stream)
+
+    # ------------------------------------------------------------------------------------ gradients
+    def _gradient_program(self, options: GradientOptions) -> GradientProgram:
+        return self._program(
+            "gradient", options, lambda: GradientProgram(self.toolbox, self.spec, options, self.workspace)
+        )
+
+    def _optimizer_program(self, spec: AdamSpec | None) -> OptimizerProgram:
+        return self._program("optimizer", spec, lambda: OptimizerProgram(self.toolbox, spec))
+
+    def _table_gradient_address(self) -> int:
+        """float32 gradients of the encoding's parameters: zero between steps, as every optimizer program leaves it."""
+        if self._table_gradient is None:
+            self._table_gradient = DeviceBuffer(self.device, 4 * (self.n_params - self.n_network))
+            self._table_gradient.fill_zero(self._last_stream)
+        return self._table_gradient.address
+
+    @property
+    def _scales_address(self) -> int:
+        return self._words.address + 16
+
+    @property
+    def _unit_scales_address(self) -> int:
+        return self._words.address + 24
+
+    def _set_scales(self, dL_dy: dict[str, int], dtype: str, batch: int, stream: int) -> None:
+        """The power of two for given output gradients, so that the largest of them is about 8 in float16."""
+        program = self._program("scales", dtype, lambda: GradientScaleProgram(self.toolbox, dtype))
+        program.run(
+            dL_dy["y"], dL_dy["y_stride"], batch, self.spec.n_output_dims, self._maximum, self._scales_address, stream
+        )
+
+    def _next_mark(self) -> int:
+        """A number larger than any before, that kernels write where they meet a gradient that is not finite."""
+        self._mark += 1
+        return self._mark
+
+    def backward(
+        self,
+        x: ArrayView,
+        dL_dy: ArrayView,
+        *,
+        params: ArrayView | None,
+        accumulate: bool,
+        input: ArrayView | None,
+        stream: int | None = None,
+    ) -> None:
+        stream = self._begin(stream, x, dL_dy, params, input)
+        batch = x.shape[0]
+        arguments = self._input("x", x, stream)
+        options = GradientOptions(
+            input_dtype=x.dtype.name,
+            aligned_input=self._aligned(arguments),
+            target_dtype=dL_dy.dtype.name,
+            loss=None,
+            table_gradient=self.has_table and params is not None,
+            input_gradient=input is not None,
+        )
+        if self.spec.network is None and not options.encoding_gradient:
+            return  # a bare encoding without parameters, and nobody asked for dL/dx
+        program = self._gradient_program(options)
+        collect = self._optimizer_program(None) if params is not None else None
+        given = self._input("y", dL_dy, stream)
+        self._set_scales(given, dL_dy.dtype.name, batch, stream)
+        arguments |= given | {"scales": self._scales_address}
+        finish_input = None
+        if input is not None:
+            address, finish_input = self._output("dx", input)
+            arguments |= {"dx": address, "dx_stride": 4 * self.spec.n_input_dims}
+        table_gradient = self._table_gradient_address() if options.table_gradient else 0
+        arguments |= {"table_gradient": table_gradient}
+        partial = program.run(arguments | self._model_arguments(), batch, self._words.address, self._next_mark(), stream)
+        if collect is not None:
+            self._collect(collect, partial, params, accumulate, table_gradient, stream)
+        if finish_input is not None:
+            finish_input(stream)
+
+    def _collect(self, collect, partial, params: ArrayView, accumulate: bool, table_gradient: int, stream: int) -> None:
+        address, finish = self._output("gradients", params)
+        if accumulate and not params.on_device:
+            self.workspace.buffer("output gradients").upload(params.numpy(), stream)
+        collect.run(
+            partial, self.n_network, self.n_params, table_gradient, self._words.address + 12, 0.0, stream,
+            gradients=address, accumulate=int(accumulate), gradient_scale=1.0, scales=self._scales_address,
+        )  # fmt: skip
+        finish(stream)
+
+    # ------------------------------------------------------------------------------------- training
+    def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
+        if not isinstance(optimizer, AdamSpec):
+            raise EngineUnavailable(f"the optimizer {type(optimizer).__name__.removesuffix('Spec')} has no fused kernel yet")
+        if loss.otype not in LOSSES:
+            raise EngineUnavailable(f"the loss {loss.otype} has no fused kernel yet")
+        self.device.use()
+        self._optimizer, self._loss = optimizer, loss
+        self._learning_rate, self.step = optimizer.learning_rate, 0
+        for name in STATE_ARRAYS:
+            self._state[name] = DeviceBuffer(self.device, 4 * self.n_params)
+            self._state[name].fill_zero(self._last_stream)
+        self._words.upload(np.zeros(2, np.uint32), self._last_stream)
+
+    def training_step(
+        self,
+        x: ArrayView,
+        y: ArrayView | None,
+        *,
+        data_pdf: ArrayView | None = None,
+        external_gradient: ArrayView | None = None,
+        run_optimizer: bool = True,
+        stream: int | None = None,
+    ) -> Loss:
+        """One step. With an external gradient there is no loss; its value is then 0."""
+        stream = self._begin(stream, x, y, data_pdf, external_gradient)
+        batch = x.shape[0]
+        given = y if external_gradient is None else external_gradient
+        arguments = self._input("x", x, stream)
+        options = GradientOptions(
+            input_dtype=x.dtype.name,
+            aligned_input=self._aligned(arguments),
+            target_dtype=given.dtype.name,
+            loss=self._loss.otype if external_gradient is None else None,
+            density_dtype=data_pdf.dtype.name if data_pdf is not None and external_gradient is None else None,
+            table_gradient=self.has_table,
+        )
+        program = self._gradient_program(options)
+        optimizer = self._optimizer_program(self._optimizer if run_optimizer else None)
+        arguments |= self._input("y", given, stream)
+        if external_gradient is not None:
+            self._set_scales(arguments, given.dtype.name, batch, stream)
+            scale, scales = 1.0, self._scales_address
+        else:
+            scale, scales = 1.0 / (self.spec.n_output_dims * batch), self._unit_scales_address
+        if options.density_dtype is not None:
+            arguments |= self._input("density", data_pdf, stream)
+        table_gradient = self._table_gradient_address() if self.has_table else 0
+        arguments |= {"table_gradient": table_gradient, "scales": scales}
+        mark = self._next_mark()
+        partial = program.run(arguments | self._model_arguments(), batch, self._words.address, mark, stream)
+        loss, loss_address = self._new_loss(stream)
+        common = (partial, self.n_network, self.n_params, table_gradient, loss_address, scale, stream)
+        if run_optimizer:
+            self.step += 1
+            optimizer.run(
+                *common, weights=self._weights.address, half_weights=self._half_weights.address,
+                learning_rate=self._learning_rate, step=self.step, gradient_scale=scale, scales=scales,
+                bad=self._words.address, mark=mark, skipped=self._words.address + 4,
+                **{name: buffer.address for name, buffer in self._state.items()},
+            )  # fmt: skip
+        else:
+            unused = self.workspace.get("gradients", 4 * self.n_params)
+            optimizer.run(*common, gradients=unused, accumulate=0, gradient_scale=scale, scales=scales)
+        return loss
+
+    def _new_loss(self, stream: int) -> tuple[Loss, int]:
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % LOSS_SLOTS
+        waiting = self._waiting[slot]
+        earlier = waiting() if waiting is not None else None
+        if earlier is not None:
+            earlier.value()
+        loss = Loss(self._losses, slot, stream)
+        self._waiting[slot] = weakref.ref(loss)
+        return loss, self._losses.address + 4 * slot
+
+    @property
+    def learning_rate(self) -> float:
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._learning_rate = float(value)
+
+    @property
+    def skipped_steps(self) -> int:
+        self.device.use()
+        count = np.empty(1, np.uint32)
+        self._words.download_into(count, self._last_stream, offset=4)
+        return int(count[0])
+
+    def optimizer_state(self) -> dict[str, np.ndarray | int | float]:
+        self.device.use()
+        state: dict[str, np.ndarray | int | float] = {"step": self.step, "learning_rate": self._learning_rate}
+        for name, dtype in STATE_ARRAYS.items():
+            state[name] = self._state[name].download(self.n_params, dtype, self._last_stream)
+        return state
+
+    def load_optimizer_state(self, state: dict[str, np.ndarray | int | float]) -> None:
+        self.device.use()
+        for name, dtype in STATE_ARRAYS.items():
+            values = np.asarray(state[name], dtype)
+            if values.shape != (self.n_params,):
+                raise ValueError(f"{name} has shape {values.shape}, the model has ({self.n_params},) parameters")
+            self._state[name].upload(values, self._last_stream)
+        self.step, self._learning_rate = int(state["step"]), float(state["learning_rate"])
+
+    # ----------------------------------------------------------------------------------------- rest
+    def explain(self) -> Explanation:
+        kernels = [p.report() for program in self._programs.values() for p in program.programs]
+        properties = self.device.properties
+        capability = ".".join(map(str, properties.capability))
+        return Explanation(
+            "fused",
+            "fused kernels",
+            f"{properties.name} (compute capability {capability})",
+            "float16, float32 accumulation",
+            tuple(kernels),
+        )
+
+    def close(self) -> None:
+        """Fetch the losses that somebody still holds, then free all device memory."""
+        for waiting in self._waiting:
+            loss = waiting() if waiting is not None else None
+            if loss is not None:
+                loss.value()
+        self.device.use()
+        self.device.synchronize(self._last_stream)
+        self._programs.clear()
+        self.workspace.free()
+        buffers = (self._weights, self._half_weights, self._words, self._maximum, self._losses, *self._state.values())
+        for buffer in (*buffers, *([self._table_gradient] if self._table_gradient else [])):
+            buffer.free()
+
+
+def create_runtime(
+    spec: ModelSpec,
+    params: np.ndarray,
+    *,
+    dtype: str = "float16",
+    device: int = 0,
+    deterministic: bool = False,
+    strict: bool = False,
+) -> FusedRuntime:
+    """A runtime on CUDA device number `device` that starts from `params`, float32 [n_params].
+
+    Raises EngineUnavailable with the reason: no usable device, or something that has no fused kernel yet.
+    """
+    status = device_status(device)
+    if not status.usable:
+        raise EngineUnavailable(status.reason, no_device=status.no_device)
+    if dtype != "float16":
+        raise EngineUnavailable(f"fused kernels compute in float16 with float32 accumulation; {dtype} has none yet")
+    if deterministic:
+        raise EngineUnavailable("fused kernels add up grid gradients in no fixed order; deterministic=True has none yet")
+    if type(spec.encoding) not in ENCODINGS:
+        name = type(spec.encoding).__name__.removesuffix("Spec")
+        raise EngineUnavailable(f"the encoding {name} has no fused kernel yet")
+    return FusedRuntime(spec, params, open_device(device))
