@@ -30,6 +30,11 @@ class DeviceArray:
             "version": 3,
         }
 
+    def synchronize(self, stream: int = 0) -> None:
+        """Wait until the work on `stream`, which may write here, is done."""
+        self._buffer.device.use()
+        self._buffer.device.synchronize(stream)
+
     def numpy(self) -> np.ndarray:
         """A copy in host memory."""
         self._buffer.device.use()

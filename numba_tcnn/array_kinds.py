@@ -190,7 +190,7 @@ class CudaArrays:
 
     @staticmethod
     def to_host(x: Any) -> np.ndarray:
-        return CudaArrays.numba_array(x).copy_to_host()
+        return x.numpy() if is_fused(x) else CudaArrays.numba_array(x).copy_to_host()
 
     @staticmethod
     def write(x: Any, values: np.ndarray) -> Any:
@@ -203,10 +203,6 @@ class CudaArrays:
         if description.dtype == dtype and description.strides is None:
             return x
         return device_array(np.ascontiguousarray(CudaArrays.to_host(x), dtype))
-
-    @staticmethod
-    def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        return device_array(np.empty(shape, dtype))
 
     @staticmethod
     def take(x: Any, indices: np.ndarray) -> Any:
@@ -244,15 +240,22 @@ class JaxArrays:
         return x[indices]
 
     @staticmethod
-    def from_storage(like: Any, storage: Any) -> Any:
-        """A JAX array on `like`'s device with a copy of what `storage` (NumPy or device memory) holds."""
+    def from_storage(like: Any, storage: Any, stream: int | None) -> Any:
+        """A JAX array on `like`'s device with a copy of what `storage`, NumPy or written on `stream`, holds."""
         jax = sys.modules["jax"]
-        return jax.device_put(jax.numpy.array(storage), JaxArrays.jax_device(like))
+        if not isinstance(storage, np.ndarray):
+            storage.synchronize(stream or 0)
+        return jax.device_put(jax.numpy.array(storage), JaxArrays.jax_device(like)).block_until_ready()
 
 
-def device_array(values: np.ndarray) -> Any:
+def device_array(values: np.ndarray, device: int = 0) -> Any:
     """Device memory with a copy of `values`, owned by the fused engine, as an object with the CUDA array interface."""
-    return importlib.import_module("numba_tcnn.fused").to_device(values)
+    return importlib.import_module("numba_tcnn.fused").to_device(values, device)
+
+
+def is_fused(x: Any) -> bool:
+    """Whether `device_array` made it."""
+    return isinstance(x, importlib.import_module("numba_tcnn.fused").DeviceArray)
 
 
 KINDS = {

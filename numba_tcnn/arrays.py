@@ -37,7 +37,7 @@ class ArrayView:
     on_device: bool
     device: int | None = 0
     stream: int | None = None
-    finish: Callable[[Any], Any] | None = field(default=None, repr=False)
+    finish: Callable[[Any, int | None], Any] | None = field(default=None, repr=False)
 
     def numpy(self) -> np.ndarray:
         """The data as a NumPy array: the memory itself on the host, a copy from the device."""
@@ -64,9 +64,9 @@ class ArrayView:
         """The same numbers as a view of host memory."""
         return self if self.kind == "numpy" else view(self.numpy())
 
-    def result(self) -> Any:
-        """The object handed to the user."""
-        return self.array if self.finish is None else self.finish(self.array)
+    def result(self, stream: int | None = None) -> Any:
+        """The object handed to the user; `stream` is the one on which it was written."""
+        return self.array if self.finish is None else self.finish(self.array, stream)
 
 
 @dataclass
@@ -138,15 +138,23 @@ def check_shape(shape: tuple[int, ...], name: str, n_columns: int) -> None:
         raise ValueError(f"{name} must have {n_columns} column{'s' * (n_columns != 1)}, not {shape[1]}: {list(shape)}")
 
 
-def empty_like(v: ArrayView, shape: tuple[int, ...], dtype: str | np.dtype, *, on_host: bool = False) -> ArrayView:
-    """A new, uninitialised array of the kind of `v`, on its device; `on_host`: the engine writes NumPy memory."""
+def empty_like(
+    v: ArrayView, shape: tuple[int, ...], dtype: str | np.dtype, *, device: int = 0, on_host: bool = False
+) -> ArrayView:
+    """A new, uninitialised array of the kind of `v`.
+
+    It is on the device of `v`, or on `device` where the kind has no allocator; `on_host`: the engine that writes it
+    writes NumPy memory.
+    """
     dtype = np.dtype(dtype).name
-    if v.kind != "jax":
-        return view(KINDS[v.kind].empty(v.array, shape, dtype))
-    storage = np.empty(shape, dtype)
-    if v.on_device and not on_host:
-        storage = device_array(storage)
-    return replace(view(storage), finish=lambda filled: JaxArrays.from_storage(v.array, filled))
+    if v.kind == "jax":
+        storage = np.empty(shape, dtype)
+        if v.on_device and not on_host:
+            storage = device_array(storage, device)
+        return replace(view(storage), finish=lambda filled, stream: JaxArrays.from_storage(v.array, filled, stream))
+    if v.kind == "cuda":
+        return view(device_array(np.empty(shape, dtype), device))
+    return view(KINDS[v.kind].empty(v.array, shape, dtype))
 
 
 def host_view(values: np.ndarray) -> ArrayView:

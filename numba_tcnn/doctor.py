@@ -64,7 +64,8 @@ def print_versions() -> None:
 
 
 def print_device(status: Any, device: int) -> None:
-    print(f"driver: {status.driver_version or 'none found'}")
+    driver = dotted(status.driver_version)
+    print(f"driver: {f'for CUDA {driver} and older' if driver else 'none found'}")
     if status.name:
         print(f"device {device}: {status.name}, compute capability {dotted(status.compute_capability)}")
     else:
@@ -72,14 +73,15 @@ def print_device(status: Any, device: int) -> None:
     print(f"fused engine: {'usable' if status.usable else f'not usable: {status.reason}'}")
 
 
-def dotted(version: Any) -> str:
+def dotted(version: tuple[int, ...] | None) -> str:
     """(9, 0) as 9.0."""
-    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+    return ".".join(map(str, version or ()))
 
 
 def print_cache() -> None:
     fused = importlib.import_module("numba_tcnn.fused")
-    print(f"kernel cache: {fused.cache_directory()}, {fused.cache_size() / 1e6:.1f} MB")
+    folder = fused.cache_directory()
+    print(f"kernel cache: {'off' if folder is None else f'{folder}, {fused.cache_size() / 1e6:.1f} MB'}")
 
 
 def self_test(device: int) -> tuple[bool, str | None]:

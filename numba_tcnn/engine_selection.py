@@ -154,7 +154,7 @@ class SelectedEngine:
     # -- computing; the arguments are those of `engines.Runtime`
 
     def empty_like(self, v: ArrayView, shape: tuple[int, ...], dtype: str | np.dtype) -> ArrayView:
-        return empty_like(v, shape, dtype, on_host=not self.jit_fusion)
+        return empty_like(v, shape, dtype, device=self.options.device, on_host=not self.jit_fusion)
 
     def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
         def operation(runtime: Runtime) -> None:

@@ -55,9 +55,10 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"engine: {self.engine} ({self.reason})", f"device: {self.device}, compute in {self.dtype}"]
         for k in self.kernels:
+            made = "cached" if k.from_cache else f"compiled in {k.compile_seconds:.2f} s"
             lines.append(
                 f"  {k.name}: {k.plan}; {k.threads} threads, {k.registers} registers, {k.spill_bytes} B spilled, "
-                f"{k.shared_bytes} B shared memory, {'cached' if k.from_cache else f'compiled in {k.compile_seconds:.2f} s'}"
+                f"{k.shared_bytes} B shared memory, {made}"
             )
         return "\n".join(lines)
 

@@ -119,7 +119,7 @@ def row_order(n: int, shuffle: bool, seed: int) -> Callable[[int], np.ndarray]:
 
 def on_engine(v: ArrayView, network: Module) -> ArrayView:
     """Host data copied to the GPU if that is where the network runs, anything else as it is."""
-    return v if v.on_device or not network.jit_fusion else view(device_array(v.numpy()))
+    return v if v.on_device or not network.jit_fusion else view(device_array(v.numpy(), network.options.device))
 
 
 def predict(network: Module, x: Any, *, batch_size: int | None = None) -> Any:
@@ -132,7 +132,7 @@ def predict(network: Module, x: Any, *, batch_size: int | None = None) -> Any:
     for start in range(0, n, batch_size):
         stop = min(start + batch_size, n)
         engine.inference(inputs.rows(start, stop), output.rows(start, stop), stream=inputs.stream)
-    return output.result()
+    return output.result(inputs.stream)
 
 
 class ProgressBar:

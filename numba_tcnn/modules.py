@@ -201,9 +201,10 @@ class Module(NotPickled):
             output = self.engine.empty_like(inputs, shape, dtype)
         else:
             output = self._output(out, shape)
+        stream = stream if stream is not None else inputs.stream
         if inputs.shape[0] > 0:
-            self.engine.inference(inputs, output, stream=stream if stream is not None else inputs.stream)
-        return output.result()
+            self.engine.inference(inputs, output, stream=stream)
+        return output.result(stream)
 
     def _output(self, out: Any, shape: tuple[int, int]) -> ArrayView:
         output = view(out, "out")
@@ -266,20 +267,16 @@ class Module(NotPickled):
         gradient = self._gradient_buffer(x, parameters)
         accumulate = parameters == "accumulate" and gradient is self._parameter_gradient
         input_gradient = self.engine.empty_like(x, x.shape, self._gradient_dtype) if input else None
+        stream = stream if stream is not None else x.stream
         if x.shape[0] > 0 and (gradient is not None or input_gradient is not None):
             self.engine.backward(
-                x,
-                upstream,
-                params=gradient,
-                accumulate=accumulate,
-                input=input_gradient,
-                stream=stream if stream is not None else x.stream,
+                x, upstream, params=gradient, accumulate=accumulate, input=input_gradient, stream=stream
             )
         elif gradient is not None and not accumulate:
             gradient.write(np.zeros(gradient.shape, gradient.dtype))
         if gradient is not None:
             self._parameter_gradient = gradient
-        return Gradients(gradient and gradient.result(), input_gradient and input_gradient.result())
+        return Gradients(*(v and v.result(stream) for v in (gradient, input_gradient)))
 
     def _gradient_buffer(self, x: ArrayView, parameters: str) -> ArrayView | None:
         """Where dL/dparams goes: the last call's array to accumulate there, else a new one of the kind of x."""

@@ -195,6 +195,12 @@ class OtherArray(DeviceData):
 class FusedArray(OtherArray):
     """What the fused engine's `to_device` gives."""
 
+    def numpy(self) -> np.ndarray:
+        return self.memory.copy()
+
+    def synchronize(self, stream: int) -> None:
+        self.synchronized = stream
+
 
 FAKES = {"cupy": CupyArray, "torch": TorchTensor, "jax": JaxArray, "numba": NumbaArray, "cuda": OtherArray}
 
@@ -206,6 +212,14 @@ def memory_of(x: Any) -> np.ndarray:
     n_bytes = dtype.itemsize * int(np.prod(shape))
     buffer = (ctypes.c_char * n_bytes).from_address(interface["data"][0])
     return np.ndarray(shape, dtype, buffer, strides=strides)
+
+
+def jax_array(x: Any) -> JaxArray:
+    """jax.numpy.array: a copy. Reading device memory that was not waited for would be a race."""
+    if isinstance(x, DeviceData):
+        assert hasattr(x, "synchronized")
+        x = x.memory
+    return JaxArray(np.array(x))
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +241,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             **{name: name for name in ("float16", "float32", "float64", "int64")},
         ),
         "jax": types.SimpleNamespace(
-            numpy=types.SimpleNamespace(
-                array=lambda x: JaxArray(x.memory if isinstance(x, DeviceData) else np.array(x))
-            ),
+            numpy=types.SimpleNamespace(array=jax_array),
             device_put=lambda x, device: (JaxCpuArray if device.platform == "cpu" else JaxArray)(x.memory),
         ),
         "numba.cuda": types.SimpleNamespace(
@@ -240,4 +252,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(numba_tcnn.fused, "to_device", lambda values: FusedArray(values.copy()), raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "to_device", lambda values, device=0: FusedArray(values.copy(), device))
+    monkeypatch.setattr(numba_tcnn.fused, "DeviceArray", FusedArray)

@@ -185,7 +185,7 @@ def test_an_output_folder_that_is_a_file_is_one_line(photo, capsys, nothing_is_m
 
 def test_asking_for_fused_without_a_gpu_is_one_line(photo, config, tmp_path, capsys, monkeypatch):
     engine = FakeFusedEngine("create_runtime", "no NVIDIA device was found", no_device=True)
-    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime)
     arguments = ["image", str(photo), "--config", str(config), "--engine", "fused", "--out", str(tmp_path / "out")]
     assert cli.main(arguments) == 2
     assert one_line(capsys) == "numba-tcnn image: no NVIDIA device was found"
@@ -273,8 +273,8 @@ def test_the_same_seed_learns_the_same_picture(photo, config, tmp_path):
 
 def test_a_kernel_that_fails_is_one_warning_and_the_job_goes_on(photo, config, tmp_path, capsys, monkeypatch):
     engine = FakeFusedEngine("training_step", "kernel gradient: 300 registers, 255 allowed")
-    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime, raising=False)
-    monkeypatch.setattr(numba_tcnn.fused, "to_device", lambda values: values, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime)
+    monkeypatch.setattr(numba_tcnn.fused, "to_device", lambda values, device: values)
     arguments = ["image", str(photo), "--config", str(config), "--steps", "5", "--batch", "64", "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
     captured = capsys.readouterr()

@@ -25,7 +25,7 @@ CONFIG = {
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> FakeFusedEngine:
     engine = FakeFusedEngine()
-    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime)
     return engine
 
 
@@ -48,7 +48,7 @@ def trained_on_the_reference(data, steps: int) -> tcnn.Model:
 @pytest.mark.parametrize("usable", [True, False])
 def test_supports_jit_fusion_asks_the_device(monkeypatch, usable):
     status = {3: types.SimpleNamespace(usable=usable)}
-    monkeypatch.setattr(numba_tcnn.fused, "device_status", status.__getitem__, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "device_status", status.__getitem__)
     assert tcnn.supports_jit_fusion(3) is usable
 
 

@@ -35,7 +35,7 @@ NAMES = [
 @pytest.fixture
 def no_device(monkeypatch):
     status = types.SimpleNamespace(usable=False, reason="no NVIDIA device was found", no_device=True)
-    monkeypatch.setattr(numba_tcnn.fused, "device_status", lambda device: status, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "device_status", lambda device: status)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def fake_fused(monkeypatch):
     def create_runtime(spec, params, *, dtype, **options):
         return engine.create_runtime(spec, params, dtype="float64", **options)
 
-    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", create_runtime, raising=False)
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", create_runtime)
     monkeypatch.setattr(
         numba_tcnn.fused, "device_status", lambda device: types.SimpleNamespace(usable=True), raising=False
     )
@@ -153,6 +153,15 @@ def test_the_image_command_writes_the_comparison(no_device, tmp_path, capsys):
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert "engine_error.png" in record["files"] and (tmp_path / "out" / "engine_error.png").stat().st_size > 5000
     assert set(NAMES) < set(record["engine_errors"])
+
+
+@pytest.mark.gpu
+def test_fused_kernels_agree_with_the_reference(rng):
+    model = tcnn.create_from_config(2, 3, CONFIG, strict=True)
+    assert model.explain().engine == "fused"
+    model.params = model.params + 0.3 * rng.standard_normal(model.n_params)
+    errors = plot.engine_errors(model, rng.random((1000, 2)))
+    assert max(errors.values()) <= plot.TOLERANCE, errors
 
 
 def test_a_comparison_never_falls_back(fake_fused, model, rng, monkeypatch):
