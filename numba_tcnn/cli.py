@@ -42,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = one_line_warnings(command)
             warnings.simplefilter("always", JitFusionWarning)
             return dispatch(arguments)
-    except (CommandError, ConfigError, EngineUnavailable) as error:
+    except (CommandError, ConfigError) as error:
         print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except EngineUnavailable as error:
+        advice = f"--engine auto or reference runs without it, {PROGRAM} doctor says more"
+        print(f"{command}: {' '.join(str(error).split())}; {advice}", file=sys.stderr)
         return EXIT_USER_ERROR
     except MemoryError as error:
         print(f"{command}: out of memory: {error}; use a smaller --batch or a smaller model", file=sys.stderr)
