@@ -29,7 +29,7 @@ commands:
 IMAGE_EPILOG = """
 Colours are compared as stored, value / 255 without undoing gamma. PSNR is that of the whole learned picture, clipped
 to [0, 1], against the photo. ms/step is the mean over all training steps but the first; drawing batches, the progress
-bar and its PSNR don't count. Compile seconds are those of all kernels, 0 on the reference engine.
+bar and its PSNR don't count. Compile seconds are those of all kernels that were not in the cache.
 """
 
 

@@ -265,7 +265,7 @@ def warn_of_fallback(error: EngineUnavailable) -> None:
 def _stack_level_of_caller() -> int:
     """How far up the first frame outside of this package is: the line of the user that the warning is about."""
     frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("numba_tcnn"):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "numba_tcnn":
         frame, level = frame.f_back, level + 1
     return level
 

@@ -48,7 +48,7 @@ def write_report(
         **settings,
         "config": model.config,
         "n_params": model.n_params,
-        "compile_seconds": sum(kernel.compile_seconds for kernel in explanation.kernels),
+        "compile_seconds": sum(k.compile_seconds for k in explanation.kernels if not k.from_cache),
         "kernels": [asdict(kernel) for kernel in explanation.kernels],
         **result,
     }

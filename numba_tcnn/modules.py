@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .arrays import ArrayView, batch, view
 from .config import parse_model
@@ -186,7 +187,7 @@ class Module(NotPickled):
     def _inputs(self, x: Any) -> ArrayView:
         return self._batch(x, "x", self.n_input_dims)
 
-    def inference(self, x: Any, *, out: Any = None, dtype: str = "float32", stream: int | None = None) -> Any:
+    def inference(self, x: Any, *, out: Any = None, dtype: DTypeLike = "float32", stream: int | None = None) -> Any:
         """y [batch, n_output_dims] for x [batch, n_input_dims], in an array of the kind of x.
 
         out     write there instead and return it: C-contiguous, float32 or float16
@@ -196,9 +197,10 @@ class Module(NotPickled):
         inputs = self._inputs(x)
         shape = (inputs.shape[0], self.n_output_dims)
         if out is None:
-            if dtype not in self._exact_dtypes:
-                raise ValueError(f"dtype: {dtype!r} is none of {', '.join(self._exact_dtypes)}")
-            output = self.engine.empty_like(inputs, shape, dtype)
+            name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+            if name not in self._exact_dtypes:
+                raise ValueError(f"dtype: {name!r} is none of {', '.join(self._exact_dtypes)}")
+            output = self.engine.empty_like(inputs, shape, name)
         else:
             output = self._output(out, shape)
         stream = stream if stream is not None else inputs.stream

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from fake_arrays import DEVICE, FAKES, STREAM, FusedArray, JaxArray, JaxCpuArray, TorchTensor, install
@@ -157,16 +154,3 @@ def test_traced_jax_values_are_refused():
     tracer.__module__ = "jax._src.interpreters.partial_eval"
     with pytest.raises(TypeError, match="outside of jit"):
         view(tracer(), "x")
-
-
-def test_importing_the_package_is_light():
-    """No array library but NumPy, no numba, no matplotlib; in under half a second, NumPy included, best of three."""
-    code = (
-        "import sys, time; start = time.perf_counter(); import numba_tcnn; seconds = time.perf_counter() - start\n"
-        "heavy = {'numba', 'cuda', 'matplotlib', 'tqdm', 'cupy', 'torch', 'jax', 'PIL', 'IPython'} & set(sys.modules)\n"
-        "print(sorted(heavy), seconds)"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    heavy, seconds = zip(*(run.stdout.rsplit(" ", 1) for run in runs), strict=True)
-    assert set(heavy) == {"[]"}
-    assert min(map(float, seconds)) < 0.5

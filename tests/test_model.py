@@ -172,7 +172,8 @@ def test_inference_into_out_and_in_other_dtypes(rng):
     out = np.empty((10, 3), np.float16)
     assert model.network.inference(x, out=out) is out
     np.testing.assert_array_equal(out, y.astype(np.float16))
-    np.testing.assert_array_equal(model.network.inference(x, dtype="float16"), out)
+    for dtype in ("float16", np.float16):
+        np.testing.assert_array_equal(model.network.inference(x, dtype=dtype), out)
     with pytest.raises(ValueError, match="dtype: 'float64' is none of float16, float32"):
         model.network.inference(x, dtype="float64")
 
