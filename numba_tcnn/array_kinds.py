@@ -6,6 +6,7 @@ arrays has imported it - and never imported from here. NumPy stands for everythi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any, NamedTuple
@@ -25,19 +26,35 @@ class Description(NamedTuple):
     stream: int | None = None
 
 
+LIBRARIES = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "numba": "numba", "numba_cuda": "numba"}
+"""Kind by the top-level module that an array's type comes from."""
+
+
 def kind_of(x: Any) -> str:
     """The kind of an array, by the module that its type (or a base class of it) comes from."""
-    roots = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "numba": "numba", "numba_cuda": "numba"}
-    for base in type(x).__mro__:
+    kind = library_of(type(x))
+    return kind or ("cuda" if hasattr(x, "__cuda_array_interface__") else "numpy")
+
+
+@functools.lru_cache(maxsize=256)
+def library_of(array_type: type) -> str | None:
+    if issubclass(array_type, np.ndarray):
+        return "numpy"
+    for base in array_type.__mro__:
         root = base.__module__.partition(".")[0]
-        if root in roots:
-            return roots[root]
-    return "cuda" if hasattr(x, "__cuda_array_interface__") else "numpy"
+        if root in LIBRARIES:
+            return LIBRARIES[root]
+    return "cuda" if hasattr(array_type, "__cuda_array_interface__") else None
 
 
 def dtype_name(x: Any) -> str:
     """float16, bfloat16, int64 ...: the element type's name, the same in every library."""
     return str(x.dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=64)
+def numpy_dtype(torch_dtype: Any) -> np.dtype:
+    return np.dtype(str(torch_dtype).removeprefix("torch."))
 
 
 def describe_interface(x: Any, device: int | None) -> Description:
@@ -113,7 +130,7 @@ class CupyArrays:
 class TorchArrays:
     @staticmethod
     def describe(x: Any) -> Description:
-        dtype = np.dtype(dtype_name(x))
+        dtype = numpy_dtype(x.dtype)
         strides = None if x.is_contiguous() else tuple(step * dtype.itemsize for step in x.stride())
         if not x.is_cuda:
             return Description(tuple(x.shape), dtype, strides, x.data_ptr())

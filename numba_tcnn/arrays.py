@@ -16,6 +16,9 @@ import numpy as np
 
 from .array_kinds import KINDS, JaxArrays, NumpyArrays, device_array, dtype_name, kind_of
 
+HALF_AND_SINGLE = frozenset(map(np.dtype, ("float16", "float32")))
+HALF_TO_DOUBLE = frozenset(map(np.dtype, ("float16", "float32", "float64")))
+
 REAL_KINDS = "fiu"  # numpy's letters for float, signed and unsigned integers
 
 
@@ -101,12 +104,12 @@ def view(x: Any, name: str = "the array") -> ArrayView:
             raise ValueError(f"{name} is not an array of numbers: {error}") from None
     if kind == "jax" and not hasattr(x, "devices"):
         raise TypeError(f"{name} is a value inside a JAX transformation; call this outside of jit, grad and vmap")
-    if kind != "cuda" and dtype_name(x) == "bfloat16":
+    if kind in ("torch", "jax") and dtype_name(x) == "bfloat16":
         x = KINDS[kind].convert(x, "float32")
     return ArrayView(x, kind, *KINDS[kind].describe(x))
 
 
-def batch(x: Any, name: str, n_columns: int, *, exact: tuple[str, ...] = ("float16", "float32")) -> ArrayView:
+def batch(x: Any, name: str, n_columns: int, *, exact: frozenset[np.dtype] = HALF_AND_SINGLE) -> ArrayView:
     """`x` as a C-contiguous [batch, n_columns] array of one of the dtypes `exact`; others become float32.
 
     Raises TypeError for anything but real numbers and ValueError for a wrong shape, each naming what was given.
@@ -119,10 +122,10 @@ def batch(x: Any, name: str, n_columns: int, *, exact: tuple[str, ...] = ("float
     if seen.dtype.kind not in REAL_KINDS:
         raise TypeError(f"{name} has dtype {seen.dtype}; give real numbers, for example float32")
     check_shape(seen.shape, name, n_columns)
-    dtype = seen.dtype.name if seen.dtype.name in exact else "float32"
-    if seen.dtype == np.dtype(dtype) and seen.strides is None:
+    if seen.strides is None and seen.dtype in exact:
         return seen
-    return view(KINDS[seen.kind].convert(seen.array, dtype), name)
+    native = seen.dtype.newbyteorder("=")
+    return view(KINDS[seen.kind].convert(seen.array, native.name if native in exact else "float32"), name)
 
 
 def check_shape(shape: tuple[int, ...], name: str, n_columns: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arrays import ArrayView, batch, view
+from .arrays import HALF_AND_SINGLE, HALF_TO_DOUBLE, ArrayView, batch, view
 from .config import parse_model
 from .config_keys import did_you_mean
 from .engine_selection import EngineOptions, SelectedEngine
@@ -67,6 +67,7 @@ class Module(NotPickled):
         self.options = options
         self.engine = SelectedEngine(spec, initial_params(spec, options.seed, seeding=seeding), options)
         self._parameter_gradient: ArrayView | None = None
+        self._exact_dtypes = HALF_TO_DOUBLE if options.dtype == "float64" else HALF_AND_SINGLE
 
     @classmethod
     def _of(cls, spec: ModelSpec, options: EngineOptions, *, seeding: str) -> Module:
@@ -74,6 +75,11 @@ class Module(NotPickled):
         module = object.__new__(cls)
         Module.__init__(module, spec, options, seeding=seeding)
         return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        """The copy accumulates gradients of its own, and from nothing."""
+        memo[id(self._parameter_gradient)] = None
+        return super().__deepcopy__(memo)
 
     # -- what it is
 
@@ -173,9 +179,8 @@ class Module(NotPickled):
     # -- computing
 
     @property
-    def _exact_dtypes(self) -> tuple[str, ...]:
-        """dtypes of input arrays that an engine takes as they are."""
-        return ("float16", "float32", "float64") if self.dtype == "float64" else ("float16", "float32")
+    def _exact_dtype_names(self) -> str:
+        return " or ".join(sorted(dtype.name for dtype in self._exact_dtypes))
 
     @property
     def _gradient_dtype(self) -> str:
@@ -197,10 +202,9 @@ class Module(NotPickled):
         inputs = self._inputs(x)
         shape = (inputs.shape[0], self.n_output_dims)
         if out is None:
-            name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-            if name not in self._exact_dtypes:
-                raise ValueError(f"dtype: {name!r} is none of {', '.join(self._exact_dtypes)}")
-            output = self.engine.empty_like(inputs, shape, name)
+            if np.dtype(dtype) not in self._exact_dtypes:
+                raise ValueError(f"dtype: {np.dtype(dtype)} is not {self._exact_dtype_names}")
+            output = self.engine.empty_like(inputs, shape, dtype)
         else:
             output = self._output(out, shape)
         stream = stream if stream is not None else inputs.stream
@@ -214,10 +218,10 @@ class Module(NotPickled):
             raise TypeError("out: JAX arrays can't be written; leave out= away and take the result")
         if output.array is not out:
             raise TypeError(f"out must be an array that can be written, not {type(out).__name__}")
-        if output.shape != shape or output.dtype.name not in self._exact_dtypes or output.strides is not None:
+        if output.shape != shape or output.dtype not in self._exact_dtypes or output.strides is not None:
             contiguous = "" if output.strides is None else "strided "
             raise ValueError(
-                f"out must be C-contiguous {list(shape)} of {' or '.join(self._exact_dtypes)}, "
+                f"out must be C-contiguous {list(shape)} of {self._exact_dtype_names}, "
                 f"not {contiguous}{list(output.shape)} of {output.dtype}"
             )
         return output
@@ -226,9 +230,8 @@ class Module(NotPickled):
         """Inference from `x` into `out` for repeated use: `prepared()` reads what x holds then, at little host cost."""
         inputs = self._inputs(x)
         if inputs.array is not x:
-            dtypes = " or ".join(self._exact_dtypes)
             raise ValueError(
-                f"x must be usable as it is, a C-contiguous array of {dtypes}: a converted copy would go stale"
+                f"x must be usable as it is, a C-contiguous array of {self._exact_dtype_names}: a copy would go stale"
             )
         return Prepared(self, inputs, self._output(out, (inputs.shape[0], self.n_output_dims)))
 

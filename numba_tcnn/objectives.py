@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import batch, view
+from .arrays import HALF_TO_DOUBLE, batch, view
 from .config import parse_loss, parse_optimizer
 from .engine_selection import SelectedEngine
 from .specs import LossSpec, OptimizerSpec
@@ -39,7 +39,7 @@ class Loss:
         n_rows, n_columns = predicted.shape
 
         def host(array: Any, name: str) -> np.ndarray:
-            v = batch(array, name, n_columns, exact=("float16", "float32", "float64"))
+            v = batch(array, name, n_columns, exact=HALF_TO_DOUBLE)
             if v.shape[0] != n_rows:
                 raise ValueError(f"{name} has {v.shape[0]} rows, prediction has {n_rows}")
             return v.numpy().astype(dtype, copy=False)

@@ -174,7 +174,7 @@ def test_inference_into_out_and_in_other_dtypes(rng):
     np.testing.assert_array_equal(out, y.astype(np.float16))
     for dtype in ("float16", np.float16):
         np.testing.assert_array_equal(model.network.inference(x, dtype=dtype), out)
-    with pytest.raises(ValueError, match="dtype: 'float64' is none of float16, float32"):
+    with pytest.raises(ValueError, match="dtype: float64 is not float16 or float32"):
         model.network.inference(x, dtype="float64")
 
 
@@ -199,7 +199,7 @@ def test_prepared_inference_reads_what_the_buffer_holds(rng):
         x[:] = rng.random((8, 2))
         assert prepared() is out
         np.testing.assert_array_equal(out, model.network.inference(x))
-    with pytest.raises(ValueError, match="converted copy would go stale"):
+    with pytest.raises(ValueError, match="a copy would go stale"):
         model.network.prepare(x.astype(np.float64), out)
 
 
@@ -345,6 +345,17 @@ def test_a_deep_copy_trains_on_by_itself(rng):
     assert not np.array_equal(twin.params, model.params)
     twin.fit(x, y, steps=5)
     np.testing.assert_array_equal(twin.params, model.params)  # the optimizer's moments came along
+
+
+def test_a_deep_copy_accumulates_gradients_of_its_own(rng):
+    network = make().network
+    x, dL_dy = rng.random((8, 2)), rng.random((8, 3))
+    first = network.backward(network.forward(x)[1], dL_dy).params.copy()
+    twin = copy.deepcopy(network)
+    alone = twin.backward(twin.forward(x)[1], dL_dy, parameters="accumulate").params
+    np.testing.assert_array_equal(alone, first)  # from nothing
+    both = network.backward(network.forward(x)[1], dL_dy, parameters="accumulate").params
+    np.testing.assert_array_equal(both, first + alone)
 
 
 @pytest.mark.parametrize("part", ["model", "network", "trainer"])
