@@ -128,10 +128,13 @@ def print_advice(status: Any, self_test_problem: str | None) -> None:
             )
         else:
             advice.append(f"the GPU can't be used: {status.reason}. Models run in NumPy until that is put right")
-    if version_of("numba-cuda") is None and sys.platform != "darwin":
+    missing = [] if version_of("numba-cuda") else ["numba-cuda"]
+    if self_test_problem:  # a CUDA toolkit of the system may well replace the wheels
+        missing += [part for part, wheels in TOOLKIT_WHEELS.items() if not any(map(version_of, wheels))]
+    if missing and sys.platform != "darwin":
         advice.append(
-            "fused kernels need numba-cuda and the CUDA toolkit's wheels: pip install 'numba-tcnn[cuda13]' "
-            "(driver 580 or newer), or 'numba-tcnn[cuda12]' for an older driver"
+            f"fused kernels need {', '.join(missing)}: pip install 'numba-tcnn[cuda13]' (driver 580 or newer), "
+            "or 'numba-tcnn[cuda12]' for an older driver"
         )
     for line in advice:
         print(f"advice: {line}")

@@ -107,9 +107,22 @@ def test_a_broken_reference_is_exit_code_1(machine, capsys, monkeypatch):
     assert any("reinstall" in line for line in lines)
 
 
-def test_missing_packages_get_a_command(machine, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+def test_a_missing_numba_cuda_gets_a_command(machine, capsys, monkeypatch):
+    installed = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "numba-cuda" else installed(package))
     assert cli.main(["doctor"]) == 0
     lines = report(capsys)
     assert any("numba-cuda missing" in line for line in lines)
-    assert any("pip install 'numba-tcnn[cuda13]'" in line for line in lines)
+    assert lines[-1].startswith("advice: fused kernels need numba-cuda: pip install 'numba-tcnn[cuda13]'")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_missing_compiler_libraries_matter_where_kernels_fail(machine, capsys, monkeypatch, works):
+    with_device(machine)
+    engine = FakeFusedEngine(None if works else "inference", "libnvvm.so was not found")
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime)
+    monkeypatch.setattr(doctor, "version_of", lambda package: "1.0" if package == "numba-cuda" else None)
+    assert cli.main(["doctor"]) == 0
+    last = report(capsys)[-1]
+    needed = "advice: fused kernels need NVVM, nvJitLink, NVRTC, CUDA runtime: pip install"
+    assert last.startswith("advice: none" if works else needed)
