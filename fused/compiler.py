@@ -9,8 +9,8 @@ from collections.abc import Callable
 from ..engines import EngineUnavailable
 from . import cache
 from .cache import CompiledKernel
-from .kernels import KernelBody
 from .fragments import Target
+from .kernels import KernelBody
 from .target import cuda_target
 
 MAX_SPILL_BYTES = 64

@@ -18,13 +18,10 @@ class DeviceArray:
         self._buffer = DeviceBuffer(open_device(device), values.nbytes)
         if values.nbytes:
             self._buffer.upload(values)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
+        self.__cuda_array_interface__: dict[str, Any] = {
             "shape": self.shape,
             "typestr": self.dtype.str,
-            "data": (self._buffer.address if np.prod(self.shape) else 0, False),
+            "data": (self._buffer.address if values.size else 0, False),
             "strides": None,
             "stream": None,
             "version": 3,

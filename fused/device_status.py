@@ -12,7 +12,14 @@ from .plan import architecture
 
 MIN_DRIVER = (12, 0)
 
-TOOLKIT_PACKAGES = ("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "cuda-core", "cuda-bindings", "cuda-toolkit")
+TOOLKIT_PACKAGES = (
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvrtc",
+    "cuda-core",
+    "cuda-bindings",
+    "cuda-toolkit",
+)
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,7 @@ class Device:
         driver = bindings()
         count = check(driver.cuDeviceGetCount(), "counting devices")
         if index >= count:
-            raise EngineUnavailable(
-                f"there is no CUDA device {index}: this machine has {count}", no_device=count == 0
-            )
+            raise EngineUnavailable(f"there is no CUDA device {index}: this machine has {count}", no_device=count == 0)
         self.index = index
         self.handle = check(driver.cuDeviceGet(index), f"opening device {index}")
         self.context = check(driver.cuDevicePrimaryCtxRetain(self.handle), f"making a context on device {index}")
@@ -111,9 +109,7 @@ class Device:
     def wait_for(self, other: int, stream: int) -> None:
         """Let `stream` wait for what `other` holds now."""
         driver = bindings()
-        event = check(
-            driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value), "making an event"
-        )
+        event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value), "making an event")
         check(driver.cuEventRecord(event, other), "recording an event")
         check(driver.cuStreamWaitEvent(stream, event, 0), "waiting for an event")
         check(driver.cuEventDestroy(event), "releasing an event")
@@ -143,7 +139,9 @@ class DeviceBuffer:
     def upload(self, values: np.ndarray, stream: int = 0) -> None:
         """Copy host memory here; the host array may be changed afterwards."""
         values = np.ascontiguousarray(values)
-        check(bindings().cuMemcpyHtoDAsync(self.address, values.ctypes.data, values.nbytes, stream), "copying to device")
+        check(
+            bindings().cuMemcpyHtoDAsync(self.address, values.ctypes.data, values.nbytes, stream), "copying to device"
+        )
         self.device.synchronize(stream)
 
     def download_into(self, values: np.ndarray, stream: int = 0, offset: int = 0) -> None:
@@ -197,22 +195,35 @@ class LoadedKernel:
         )
         if self.blocks_per_multiprocessor == 0:
             raise EngineUnavailable(f"kernel {name} does not fit a multiprocessor")
-        self._values = np.zeros(len(parameters), np.uint64)
-        self._pointers = self._values.ctypes.data + 8 * np.arange(len(parameters), dtype=np.uint64)
+        storage = np.zeros(len(parameters), np.uint64)
+        self._pointers = storage.ctypes.data + 8 * np.arange(len(parameters), dtype=np.uint64)
         self._argument_list = self._pointers.ctypes.data
-        self._floats = self._values.view(np.float32)
+        self._values = memoryview(storage)
+        self._floats = memoryview(storage.view(np.float32))
         self._places = {name: (i, kind) for i, (name, kind) in enumerate(parameters)}
         self._launch = driver.cuLaunchKernel
-        self._function_handle = int(self._function)
 
     def set(self, **arguments: int | float) -> None:
-        """Set some of the kernel's parameters; the others keep their values."""
+        """Set those of these parameters that the kernel has; the others keep their values."""
         for name, value in arguments.items():
-            i, kind = self._places[name]
+            place = self._places.get(name)
+            if place is None:
+                continue
+            i, kind = place
             if kind == "f32":
                 self._floats[2 * i] = value
             else:
                 self._values[i] = value
+
+    def setter(self, *names: str):
+        """A function of the values of these integer parameters, for what changes at every launch."""
+        values, places = self._values, [self._places[name][0] for name in names]
+
+        def set_values(*given: int) -> None:
+            for i, value in zip(places, given, strict=True):
+                values[i] = value
+
+        return set_values
 
     def launch(self, n_blocks: int, stream: int = 0, n_rows: int = 1) -> None:
         (status,) = self._launch(

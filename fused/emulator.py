@@ -392,6 +392,10 @@ class Emitter:
         raw[~active] = 0
         return self._from_bytes(raw, kind, count)
 
+    def load_global_where(self, predicate, address, kind, count=1, offset=0):
+        with self.when(predicate):
+            return self.load_global(address, kind, count, offset)
+
     def store_global(self, address, kind, values, offset=0):
         raw = self._to_bytes(values, kind)
         view, cells, active = self._global(address, raw.shape[1], offset)

@@ -18,7 +18,17 @@ from .encodings import ENCODINGS
 from .fuser import GradientOptions
 from .kernels import InferenceOptions
 from .losses import LOSSES
-from .programs import GradientProgram, GradientScaleProgram, InferenceProgram, OptimizerProgram, Toolbox, Workspace
+from .programs import (
+    Batch,
+    GradientProgram,
+    GradientScaleProgram,
+    InferenceProgram,
+    OptimizerProgram,
+    PartialSums,
+    Toolbox,
+    Workspace,
+    make_gradient_program,
+)
 
 LOSS_SLOTS = 4096
 """Losses that wait on the device for someone to read them; older ones are fetched before they are overwritten."""
@@ -26,6 +36,17 @@ LOSS_SLOTS = 4096
 ALIGNMENT = 16
 
 STATE_ARRAYS = {"first_moments": np.float32, "second_moments": np.float32, "param_steps": np.uint32}
+
+NO_PARTIAL_SUMS = PartialSums(0, 0, 16, 0, 0)
+
+
+def is_aligned(address: int, stride: int) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, so that kernels may load 16 bytes at a time."""
+    return (address | stride) % ALIGNMENT == 0
+
+
+def _nothing_to_do(stream: int) -> None:
+    """An array in device memory is complete as soon as the kernels are."""
 
 
 class Loss:
@@ -46,7 +67,10 @@ class Loss:
 
 
 class FusedRuntime:
-    """One model on one device. Parameters are a float32 master and the float16 copy that kernels read."""
+    """One model on one device. Parameters are a float32 master and the float16 copy that kernels read.
+
+    Programs are kept by what they are made for; the same call with the same dtypes finds its program in one look-up.
+    """
 
     name = "fused"
 
@@ -58,21 +82,22 @@ class FusedRuntime:
         owner.use()
         self._weights = DeviceBuffer(owner, 4 * self.n_params)
         self._half_weights = DeviceBuffer(owner, 2 * self.n_params)
-        self._table_gradient: DeviceBuffer | None = None
-        self._words = DeviceBuffer(owner, 32)  # bad, skipped, -, unread loss, scales[2], unit scales[2]
+        self._words = DeviceBuffer(owner, 32)
         self._words.upload(np.array([0, 0, 0, 0, 1, 1, 1, 1], np.float32))
+        words = self._words.address
+        self._bad, self._skipped, self._unread_loss = words, words + 4, words + 8
+        self._given_scales, self._unit_scales = words + 16, words + 24  # two float32 each; see gradient_scale_kernels
         self._maximum = DeviceBuffer(owner, 16)
+        self._losses = DeviceBuffer(owner, 4 * LOSS_SLOTS)
+        self._waiting: list[weakref.ref | None] = [None] * LOSS_SLOTS
+        self._next_slot = self._mark = self._last_stream = 0
+        self._table_gradient: DeviceBuffer | None = None
         self._programs: dict[tuple, object] = {}
         self._optimizer: AdamSpec | None = None
         self._loss = LossSpec()
         self._state: dict[str, DeviceBuffer] = {}
         self._learning_rate = 0.0
         self.step = 0
-        self._mark = 0
-        self._losses = DeviceBuffer(owner, 4 * LOSS_SLOTS)
-        self._waiting: list[weakref.ref | None] = [None] * LOSS_SLOTS
-        self._next_slot = 0
-        self._last_stream = 0
         self.set_params(params)
 
     # ------------------------------------------------------------------------------------ parameters
@@ -92,89 +117,99 @@ class FusedRuntime:
         """Make the device current and order the work of `stream` behind earlier work and the arrays' own streams."""
         self.device.use()
         stream = 0 if stream is None else int(stream)
-        for other in {v.stream for v in views if v is not None and v.on_device and v.stream}:
-            if other != stream:
-                self.device.wait_for(other, stream)
+        for v in views:
+            if v is not None and v.on_device and v.stream and v.stream != stream:
+                self.device.wait_for(v.stream, stream)
         if stream != self._last_stream:
             self.device.wait_for(self._last_stream, stream)
             self._last_stream = stream
         return stream
 
-    def _input(self, name: str, v: ArrayView, stream: int) -> dict[str, int]:
-        """Kernel arguments for an array that is read; host arrays are copied to the device."""
+    def _input(self, name: str, v: ArrayView | None, stream: int) -> tuple[int, int]:
+        """(device address, bytes a row) of an array that is read; host arrays are copied to the device."""
+        if v is None:
+            return 0, 0
+        stride = v.shape[1] * v.dtype.itemsize
         if v.on_device:
-            address = v.pointer
-        else:
-            host = v.numpy()
-            address = self.workspace.get(f"input {name}", host.nbytes)
-            self.workspace.buffer(f"input {name}").upload(host, stream)
-        return {name: address, f"{name}_stride": v.shape[1] * v.dtype.itemsize}
+            return v.pointer, stride
+        host = v.numpy()
+        address = self.workspace.get(f"input {name}", host.nbytes)
+        self.workspace.buffer(f"input {name}").upload(host, stream)
+        return address, stride
 
     def _output(self, name: str, v: ArrayView) -> tuple[int, Callable[[int], None]]:
         """(device address to write to, what to call at the end with the stream) for an array that is written."""
         if v.on_device:
-            return v.pointer, lambda stream: None
+            return v.pointer, _nothing_to_do
         host = v.numpy()
         address = self.workspace.get(f"output {name}", host.nbytes)
         buffer = self.workspace.buffer(f"output {name}")
         return address, lambda stream: buffer.download_into(host, stream)
 
-    def _model_arguments(self) -> dict[str, int]:
+    def _constants(self) -> dict[str, int]:
+        """What every kernel that knows these parameters is told once."""
         parameters = self._half_weights.address
-        return {"parameters": parameters, "table": parameters + 2 * self.n_network}
-
-    @staticmethod
-    def _aligned(arguments: dict[str, int]) -> bool:
-        return arguments["x"] % ALIGNMENT == 0 and arguments["x_stride"] % ALIGNMENT == 0
-
-    def _program(self, kind: str, options, make: Callable):
-        key = (kind, options)
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = make()
-        return program
-
-    # ------------------------------------------------------------------------------------ inference
-    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
-        stream = self._begin(stream, x, out)
-        arguments = self._input("x", x, stream)
-        options = InferenceOptions(x.dtype.name, self._aligned(arguments), out.dtype.name)
-        program = self._program("inference", options, lambda: InferenceProgram(self.toolbox, self.spec, options))
-        address, finish = self._output("y", out)
-        arguments |= {"y": address, "y_stride": out.shape[1] * out.dtype.itemsize}
-        program.run(arguments | self._model_arguments(), x.shape[0], stream)
-        finish(stream)
-
-    # ------------------------------------------------------------------------------------ gradients
-    def _gradient_program(self, options: GradientOptions) -> GradientProgram:
-        return self._program(
-            "gradient", options, lambda: GradientProgram(self.toolbox, self.spec, options, self.workspace)
-        )
-
-    def _optimizer_program(self, spec: AdamSpec | None) -> OptimizerProgram:
-        return self._program("optimizer", spec, lambda: OptimizerProgram(self.toolbox, spec))
+        return {
+            "parameters": parameters,
+            "table": parameters + 2 * self.n_network,
+            "table_gradient": self._table_gradient_address(),
+            "bad": self._bad,
+        }
 
     def _table_gradient_address(self) -> int:
         """float32 gradients of the encoding's parameters: zero between steps, as every optimizer program leaves it."""
+        if not self.has_table:
+            return 0
         if self._table_gradient is None:
             self._table_gradient = DeviceBuffer(self.device, 4 * (self.n_params - self.n_network))
             self._table_gradient.fill_zero(self._last_stream)
         return self._table_gradient.address
 
-    @property
-    def _scales_address(self) -> int:
-        return self._words.address + 16
+    # ------------------------------------------------------------------------------------ inference
+    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
+        stream = self._begin(stream, x, out)
+        address, stride = self._input("x", x, stream)
+        finish = None
+        if out.on_device:
+            out_address = out.pointer
+        else:
+            out_address, finish = self._output("y", out)
+        key = ("inference", x.dtype, is_aligned(address, stride), out.dtype)
+        program = self._programs.get(key)
+        if program is None:
+            options = InferenceOptions(x.dtype.name, key[2], out.dtype.name)
+            constants = {k: v for k, v in self._constants().items() if k in ("parameters", "table")}
+            program = self._programs[key] = InferenceProgram(self.toolbox, self.spec, options, constants)
+        program.run(address, stride, out_address, out.shape[1] * out.dtype.itemsize, x.shape[0], stream)
+        if finish is not None:
+            finish(stream)
 
-    @property
-    def _unit_scales_address(self) -> int:
-        return self._words.address + 24
+    # ------------------------------------------------------------------------------------ gradients
+    def _gradient_program(self, options: GradientOptions) -> GradientProgram:
+        constants = self._constants() | {"scales": self._given_scales}
+        return make_gradient_program(self.toolbox, self.spec, options, self.workspace, constants)
 
-    def _set_scales(self, dL_dy: dict[str, int], dtype: str, batch: int, stream: int) -> None:
+    def _optimizer_program(self, optimizer: AdamSpec | None) -> OptimizerProgram:
+        key = ("optimizer", optimizer)
+        program = self._programs.get(key)
+        if program is None:
+            constants = self._constants() | {
+                "weights": self._weights.address,
+                "half_weights": self._half_weights.address,
+                "skipped": self._skipped,
+                **{name: buffer.address for name, buffer in self._state.items()},
+            }
+            program = self._programs[key] = OptimizerProgram(self.toolbox, self.spec, optimizer, constants)
+        return program
+
+    def _set_scales(self, y: int, y_stride: int, dtype: np.dtype, batch: int, stream: int) -> None:
         """The power of two for given output gradients, so that the largest of them is about 8 in float16."""
-        program = self._program("scales", dtype, lambda: GradientScaleProgram(self.toolbox, dtype))
-        program.run(
-            dL_dy["y"], dL_dy["y_stride"], batch, self.spec.n_output_dims, self._maximum, self._scales_address, stream
-        )
+        key = ("scales", dtype)
+        program = self._programs.get(key)
+        if program is None:
+            program = GradientScaleProgram(self.toolbox, dtype.name, self._maximum, self._given_scales)
+            self._programs[key] = program
+        program.run(y, y_stride, batch, self.spec.n_output_dims, stream)
 
     def _next_mark(self) -> int:
         """A number larger than any before, that kernels write where they meet a gradient that is not finite."""
@@ -192,58 +227,59 @@ class FusedRuntime:
         stream: int | None = None,
     ) -> None:
         stream = self._begin(stream, x, dL_dy, params, input)
-        batch = x.shape[0]
-        arguments = self._input("x", x, stream)
+        address, stride = self._input("x", x, stream)
         options = GradientOptions(
             input_dtype=x.dtype.name,
-            aligned_input=self._aligned(arguments),
+            aligned_input=is_aligned(address, stride),
             target_dtype=dL_dy.dtype.name,
             loss=None,
             table_gradient=self.has_table and params is not None,
             input_gradient=input is not None,
         )
-        if self.spec.network is None and not options.encoding_gradient:
-            return  # a bare encoding without parameters, and nobody asked for dL/dx
-        program = self._gradient_program(options)
-        collect = self._optimizer_program(None) if params is not None else None
-        given = self._input("y", dL_dy, stream)
-        self._set_scales(given, dL_dy.dtype.name, batch, stream)
-        arguments |= given | {"scales": self._scales_address}
         finish_input = None
+        dx = 0
         if input is not None:
-            address, finish_input = self._output("dx", input)
-            arguments |= {"dx": address, "dx_stride": 4 * self.spec.n_input_dims}
-        table_gradient = self._table_gradient_address() if options.table_gradient else 0
-        arguments |= {"table_gradient": table_gradient}
-        partial = program.run(arguments | self._model_arguments(), batch, self._words.address, self._next_mark(), stream)
-        if collect is not None:
-            self._collect(collect, partial, params, accumulate, table_gradient, stream)
+            dx, finish_input = self._output("dx", input)
+        y, y_stride = self._input("y", dL_dy, stream)
+        self._set_scales(y, y_stride, dL_dy.dtype, x.shape[0], stream)
+        partial = NO_PARTIAL_SUMS
+        if self.spec.network is not None or options.encoding_gradient:
+            key = ("gradient", options)
+            program = self._programs.get(key)
+            if program is None:
+                program = self._programs[key] = self._gradient_program(options)
+            batch = Batch(x.shape[0], address, stride, y, y_stride, dx=dx, dx_stride=4 * self.spec.n_input_dims)
+            partial = program.run(batch, self._next_mark(), stream)
+        if params is not None:
+            self._collect(partial, params, accumulate, stream)
         if finish_input is not None:
             finish_input(stream)
 
-    def _collect(self, collect, partial, params: ArrayView, accumulate: bool, table_gradient: int, stream: int) -> None:
+    def _collect(self, partial: PartialSums, params: ArrayView, accumulate: bool, stream: int) -> None:
         address, finish = self._output("gradients", params)
         if accumulate and not params.on_device:
             self.workspace.buffer("output gradients").upload(params.numpy(), stream)
-        collect.run(
-            partial, self.n_network, self.n_params, table_gradient, self._words.address + 12, 0.0, stream,
-            gradients=address, accumulate=int(accumulate), gradient_scale=1.0, scales=self._scales_address,
-        )  # fmt: skip
+        self._optimizer_program(None).run(
+            partial, self._unread_loss, self._given_scales, 1.0, stream, gradients=address, accumulate=int(accumulate)
+        )
         finish(stream)
 
     # ------------------------------------------------------------------------------------- training
     def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
         if not isinstance(optimizer, AdamSpec):
-            raise EngineUnavailable(f"the optimizer {type(optimizer).__name__.removesuffix('Spec')} has no fused kernel yet")
+            name = type(optimizer).__name__.removesuffix("Spec")
+            raise EngineUnavailable(f"the optimizer {name} has no fused kernel yet")
         if loss.otype not in LOSSES:
             raise EngineUnavailable(f"the loss {loss.otype} has no fused kernel yet")
         self.device.use()
         self._optimizer, self._loss = optimizer, loss
         self._learning_rate, self.step = optimizer.learning_rate, 0
         for name in STATE_ARRAYS:
-            self._state[name] = DeviceBuffer(self.device, 4 * self.n_params)
+            if name not in self._state:
+                self._state[name] = DeviceBuffer(self.device, 4 * self.n_params)
             self._state[name].fill_zero(self._last_stream)
-        self._words.upload(np.zeros(2, np.uint32), self._last_stream)
+        self._words.upload(np.zeros(2, np.uint32), self._last_stream)  # bad and skipped
+        self._programs = {key: p for key, p in self._programs.items() if key[0] not in ("training", "optimizer")}
 
     def training_step(
         self,
@@ -257,47 +293,47 @@ class FusedRuntime:
     ) -> Loss:
         """One step. With an external gradient there is no loss; its value is then 0."""
         stream = self._begin(stream, x, y, data_pdf, external_gradient)
-        batch = x.shape[0]
-        given = y if external_gradient is None else external_gradient
-        arguments = self._input("x", x, stream)
-        options = GradientOptions(
-            input_dtype=x.dtype.name,
-            aligned_input=self._aligned(arguments),
-            target_dtype=given.dtype.name,
-            loss=self._loss.otype if external_gradient is None else None,
-            density_dtype=data_pdf.dtype.name if data_pdf is not None and external_gradient is None else None,
-            table_gradient=self.has_table,
-        )
-        program = self._gradient_program(options)
+        size = x.shape[0]
+        own_loss = external_gradient is None
+        given = y if own_loss else external_gradient
+        density = data_pdf if own_loss else None
+        address, stride = self._input("x", x, stream)
+        aligned = is_aligned(address, stride)
+        key = ("training", x.dtype, aligned, given.dtype, own_loss, None if density is None else density.dtype)
+        program = self._programs.get(key)
+        if program is None:
+            options = GradientOptions(
+                input_dtype=x.dtype.name,
+                aligned_input=aligned,
+                target_dtype=given.dtype.name,
+                loss=self._loss.otype if own_loss else None,
+                density_dtype=None if density is None else density.dtype.name,
+                table_gradient=self.has_table,
+            )
+            program = self._programs[key] = self._gradient_program(options)
         optimizer = self._optimizer_program(self._optimizer if run_optimizer else None)
-        arguments |= self._input("y", given, stream)
-        if external_gradient is not None:
-            self._set_scales(arguments, given.dtype.name, batch, stream)
-            scale, scales = 1.0, self._scales_address
+        batch = Batch(size, address, stride, *self._input("y", given, stream), *self._input("pdf", density, stream))
+        if own_loss:
+            scale, scales = 1.0 / (self.spec.n_output_dims * size), self._unit_scales
         else:
-            scale, scales = 1.0 / (self.spec.n_output_dims * batch), self._unit_scales_address
-        if options.density_dtype is not None:
-            arguments |= self._input("density", data_pdf, stream)
-        table_gradient = self._table_gradient_address() if self.has_table else 0
-        arguments |= {"table_gradient": table_gradient, "scales": scales}
+            self._set_scales(batch.y, batch.y_stride, given.dtype, size, stream)
+            scale, scales = 1.0, self._given_scales
         mark = self._next_mark()
-        partial = program.run(arguments | self._model_arguments(), batch, self._words.address, mark, stream)
+        partial = program.run(batch, mark, stream)
         loss, loss_address = self._new_loss(stream)
-        common = (partial, self.n_network, self.n_params, table_gradient, loss_address, scale, stream)
         if run_optimizer:
             self.step += 1
             optimizer.run(
-                *common, weights=self._weights.address, half_weights=self._half_weights.address,
-                learning_rate=self._learning_rate, step=self.step, gradient_scale=scale, scales=scales,
-                bad=self._words.address, mark=mark, skipped=self._words.address + 4,
-                **{name: buffer.address for name, buffer in self._state.items()},
+                partial, loss_address, scales, scale, stream,
+                learning_rate=self._learning_rate, step=self.step, mark=mark,
             )  # fmt: skip
         else:
             unused = self.workspace.get("gradients", 4 * self.n_params)
-            optimizer.run(*common, gradients=unused, accumulate=0, gradient_scale=scale, scales=scales)
+            optimizer.run(partial, loss_address, scales, scale, stream, gradients=unused, accumulate=0)
         return loss
 
     def _new_loss(self, stream: int) -> tuple[Loss, int]:
+        """A place for the next loss. Whoever still waits for the one that stood there gets it first."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % LOSS_SLOTS
         waiting = self._waiting[slot]
@@ -320,7 +356,7 @@ class FusedRuntime:
     def skipped_steps(self) -> int:
         self.device.use()
         count = np.empty(1, np.uint32)
-        self._words.download_into(count, self._last_stream, offset=4)
+        self._words.download_into(count, self._last_stream, offset=self._skipped - self._words.address)
         return int(count[0])
 
     def optimizer_state(self) -> dict[str, np.ndarray | int | float]:
@@ -386,7 +422,9 @@ def create_runtime(
     if dtype != "float16":
         raise EngineUnavailable(f"fused kernels compute in float16 with float32 accumulation; {dtype} has none yet")
     if deterministic:
-        raise EngineUnavailable("fused kernels add up grid gradients in no fixed order; deterministic=True has none yet")
+        raise EngineUnavailable(
+            "fused kernels add up grid gradients in no fixed order; deterministic=True has none yet"
+        )
     if type(spec.encoding) not in ENCODINGS:
         name = type(spec.encoding).__name__.removesuffix("Spec")
         raise EngineUnavailable(f"the encoding {name} has no fused kernel yet")

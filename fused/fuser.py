@@ -489,7 +489,11 @@ def make_output_layer(
     """output(base, io, slot, first_row, h) -> (d of the output, packed; sum of this thread's loss values)."""
     tile = plan.weights.weights[-1]
     shape = FragmentShape(plan.rows, tile.rows)
-    forward, pack, map_values = make_forward_product(target, tile, plan.rows), make_pack(target, shape), target.map_fragment
+    forward, pack, map_values = (
+        make_forward_product(target, tile, plan.rows),
+        make_pack(target, shape),
+        target.map_fragment,
+    )
     name = spec.network.output_activation
     activation, apply_derivative = make_activation(target, name), make_apply_derivative(target, name)
     of_output = ACTIVATIONS[name].derivative_of_output

@@ -12,16 +12,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..specs import ModelSpec
-from .fragments import FragmentShape, Target, make_load_matrix, make_pack, make_restore, make_store_matrix, make_unpack
-from .fragments import make_zeros
+from .fragments import (
+    FragmentShape,
+    Target,
+    make_load_matrix,
+    make_pack,
+    make_restore,
+    make_store_matrix,
+    make_unpack,
+    make_zeros,
+)
 from .fuser import (
     BATCH,
     IO,
     IO_TYPES,
     SCALES,
-    Y,
     Y_STRIDE,
     GradientOptions,
+    Y,
     make_encode,
     make_encode_backward,
     make_load_weights,
@@ -102,9 +110,7 @@ def make_inference_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
     else:
         load_all, need = make_load_weights(target, plan, layer_offsets(spec))
         network = make_network_forward(target, spec, plan, need)
-        store_y = make_store_matrix(
-            target, FragmentShape(plan.rows, spec.padded_output_width), options.output_dtype
-        )
+        store_y = make_store_matrix(target, FragmentShape(plan.rows, spec.padded_output_width), options.output_dtype)
 
     def inference(n_tiles, io):
         base = shared_base()

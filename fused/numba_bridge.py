@@ -23,14 +23,14 @@ def _import_numba_cuda():
     """Import numba-cuda's compiler; on numpy >= 2.5 lend it `np.row_stack` for just as long as its import takes."""
     missing = not hasattr(np, "row_stack")
     if missing:
-        np.row_stack = np.vstack
+        np.vstack = np.vstack
     try:
         import numba.cuda.np.arrayobj  # noqa: F401  (the module that asks for the name)
         from numba import cuda
         from numba.cuda import codegen, dispatcher
     finally:
         if missing:
-            del np.row_stack
+            del np.vstack
     return cuda, codegen, dispatcher
 
 

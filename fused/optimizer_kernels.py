@@ -1,10 +1,13 @@
 """The kernels behind the gradient kernels: sum the blocks' partial dW, then update parameters (Adam) or hand out gradients.
 
-Both are one body with another last act. A block of 512 threads takes 32 network parameters, 16 slices of the rows of
-partial sums each, or 512 parameters of the encoding, whose gradient it reads from the float32 table gradient and sets
-back to zero on the way, so that no kernel of its own has to. Block 0 also adds up the blocks' losses. Sums become
-gradients by two factors: `gradient_scale`, and `scales[1]` in device memory, which undoes the power of two of given
-output gradients.
+Both are one body with another last act. A block of 256 threads takes either 32 network parameters, its 8 warps
+summing a slice of the rows of partial sums each, or 1024 parameters of the encoding, 4 a thread, whose gradient it
+reads from the float32 table gradient and sets back to zero on the way, so that no kernel of its own has to. Block 0
+also adds up the blocks' losses.
+
+Sums become gradients by two factors: `gradient_scale`, and `scales[1]` in device memory, which undoes the power of
+two of given output gradients. Where the word `bad` equals `mark`, a gradient was not finite and Adam leaves everything
+as it is.
 """
 
 from __future__ import annotations
@@ -19,139 +22,183 @@ from .fragments import Target
 from .kernels import KernelBody
 from .mlp import make_block_sum
 from .optimizers import make_adam
-from .tiles import make_barriers, make_indices
+from .tiles import make_indices
 
-THREADS = 512
+THREADS = 256
+WARPS = THREADS // 32
+MIN_BLOCKS = 4
 PARAMETERS_PER_NETWORK_BLOCK = 32
-SLICES = THREADS // PARAMETERS_PER_NETWORK_BLOCK
+VECTOR = 4  # encoding parameters a thread
+ROWS_AT_ONCE = 16  # partial sums that a thread has on their way at a time
+SHARED_BYTES = 4 * THREADS
 
 
 def n_blocks(n_network_params: int, n_params: int) -> int:
     """Blocks of an optimizer kernel."""
     network = -(-n_network_params // PARAMETERS_PER_NETWORK_BLOCK)
-    return max(1, network + -(-(n_params - n_network_params) // THREADS))
+    return max(1, network + -(-(n_params - n_network_params) // (THREADS * VECTOR)))
+
+
+# ---------------------------------------------------------------------------------------- memory access
 
 
 @functools.cache
-def _make_memory_access(target: Target):
-    """(load_f32, load_u32, store_f32, store_u32, store_half, add_u32): element `index`, where `active` is not 0."""
+def _make_loads(target: Target, kind: str, count: int):
+    """load(address, index, n_active) -> `count` values from element `index` on; those from n_active on are 0."""
 
-    @target.intrinsic(["u64", "u32", "u32"], "f32")
-    def load_f32(e, address, index, active):
-        return e.bits_to_float(_load_where(e, address, index, active))
+    @target.intrinsic(["u64", "u32", "u32"], (kind, count))
+    def load(e, address, index, n_active):
+        place = e.address(address, index, 4)
+        if count == 1:
+            return e.load_global_where(e.less(0, n_active), place, kind)
+        whole = e.less(count - 1, n_active)
+        values = e.load_global_where(whole, place, kind, count)
+        for i in range(count - 1):  # the last few parameters, where no whole vector is left
+            single = e.both(e.less(i, n_active), e.less(n_active, count))
+            (value,) = e.load_global_where(single, place, kind, offset=4 * i)
+            values[i] = e.select(single, value, values[i])
+        return values
 
-    @target.intrinsic(["u64", "u32", "u32"], "u32")
-    def load_u32(e, address, index, active):
-        return _load_where(e, address, index, active)
-
-    @target.intrinsic(["u64", "u32", "f32", "u32"], "void")
-    def store_f32(e, address, index, value, active):
-        with e.when(e.less(0, active)):
-            e.store_global(e.address(address, index, 4), "f32", [value])
-
-    @target.intrinsic(["u64", "u32", "u32", "u32"], "void")
-    def store_u32(e, address, index, value, active):
-        with e.when(e.less(0, active)):
-            e.store_global(e.address(address, index, 4), "u32", [value])
-
-    @target.intrinsic(["u64", "u32", "f32", "u32"], "void")
-    def store_half(e, address, index, value, active):
-        with e.when(e.less(0, active)):
-            e.store_global(e.address(address, index, 2), "u16", [e.float_to_half(value)])
-
-    @target.intrinsic(["u64", "u32", "u32"], "void")
-    def add_u32(e, address, value, active):
-        with e.when(e.less(0, active)):
-            e.add_global_u32(address, value)
-
-    return load_f32, load_u32, store_f32, store_u32, store_half, add_u32
-
-
-def _load_where(e, address, index, active):
-    """An element, or 0: inactive threads read element 0, which is always there."""
-    is_active = e.less(0, active)
-    value = e.load_global(e.address(address, e.select(is_active, index, e.u32(0)), 4), "u32", constant=False)[0]
-    return e.select(is_active, value, e.u32(0))
+    return load
 
 
 @functools.cache
-def _make_sum_of_slices(target: Target):
-    """sum(base, value) -> the sum over the 16 slices of each of the block's 32 parameters, in every thread."""
+def _make_stores(target: Target, kind: str, count: int):
+    """store(address, index, values, n_active): the first n_active of `count` values. Kind "half" rounds to float16."""
+    size, element = (2, "u16") if kind == "half" else (4, kind)
+
+    @target.intrinsic(["u64", "u32", ("f32" if kind == "half" else kind, count), "u32"], "void")
+    def store(e, address, index, values, n_active):
+        place = e.address(address, index, size)
+        if kind == "half":
+            pairs = [e.pack_half2(values[i], values[i + 1]) for i in range(0, count - 1, 2)]
+            values = [e.float_to_half(v) for v in values]
+        if count > 1:
+            with e.when(e.less(count - 1, n_active)):
+                if kind == "half":
+                    e.store_global(place, "u32", pairs)
+                else:
+                    e.store_global(place, element, values)
+        for i in range(max(1, count - 1)):
+            single = e.less(i, n_active)
+            with e.when(e.both(single, e.less(n_active, count)) if count > 1 else single):
+                e.store_global(place, element, [values[i]], offset=size * i)
+
+    return store
+
+
+@functools.cache
+def _make_sum_of_rows(target: Target):
+    """sum(partial_sums, row_bytes, first_row, n_rows, index, inside) -> over rows first_row, + WARPS, ... of one turn."""
+
+    @target.intrinsic(["u64", "u32", "u32", "u32", "u32", "u32"], "f32")
+    def sum_of_rows(e, partial_sums, row_bytes, first_row, n_rows, index, inside):
+        column, values = e.address(partial_sums, index, 4), []
+        is_inside = e.less(0, inside)
+        for i in range(ROWS_AT_ONCE):
+            row = e.add(first_row, WARPS * i)
+            active = e.both(is_inside, e.less(row, n_rows))
+            values += e.load_global_where(active, e.address_by(column, row, row_bytes), "f32")
+        while len(values) > 1:
+            values = [e.fadd(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+        return values[0]
+
+    return sum_of_rows
+
+
+@functools.cache
+def _make_sum_of_warps(target: Target):
+    """sum(base, value) -> the sum over the block's warps of each lane's value, in every thread."""
 
     @target.intrinsic(["u32", "f32"], "f32")
-    def sum_of_slices(e, base, value):
-        lane, warp = e.lane(), e.warp()
+    def sum_of_warps(e, base, value):
+        place = e.add(base, e.shl(e.lane(), 2))
         e.barrier()
-        e.store_shared(e.add(base, e.shl(e.add(e.shl(warp, 5), lane), 2)), "f32", [value])
+        e.store_shared(e.add(place, e.shl(e.warp(), 7)), "f32", [value])
         e.barrier()
         total = e.f32(0.0)
-        for i in range(SLICES):
-            total = e.fadd(total, e.load_shared(e.add(base, e.shl(lane, 2)), "f32", 1, 128 * i)[0])
+        for warp in range(WARPS):
+            total = e.fadd(total, e.load_shared(place, "f32", 1, 128 * warp)[0])
         return total
 
-    return sum_of_slices
+    return sum_of_warps
+
+
+@functools.cache
+def _make_to_tuple(target: Target):
+    """A float32 as a fragment of one register, and how many of 4 elements from `index` on lie below `end`."""
+
+    @target.intrinsic(["f32"], ("f32", 1))
+    def to_tuple(e, value):
+        return [value]
+
+    @target.intrinsic(["u32", "u32"], "u32")
+    def elements_left(e, index, end):
+        left = e.sub(end, e.minimum(index, end))
+        return e.minimum(left, VECTOR)
+
+    @target.intrinsic(["u32", "u32"], "u32")
+    def is_below(e, a, b):
+        return e.select(e.less(a, b), e.u32(1), e.u32(0))
+
+    return to_tuple, elements_left, is_below
+
+
+# ------------------------------------------------------------------------------------------------ bodies
 
 
 def _make_body(target: Target, name: str, act: tuple[Callable, Callable, Callable], parameters: tuple) -> KernelBody:
-    """act: two functions (index, g, active, extra) for what becomes of a network's or an encoding's parameter with
-    unscaled gradient g, and finish(first, extra), called once. `parameters` are the fields of `extra`."""
+    """act: for network parameters act(index, g, n_active, extra) with one value, for the encoding's the same with four,
+    and finish(first, extra), called once. `parameters` are the fields of `extra`."""
     shared_base = target.dynamic_shared_base()
     thread_index, lane_index, warp_index, block_index, _, _ = make_indices(target)
-    load_f32, _, store_f32, *_ = _make_memory_access(target)
-    sum_of_slices, block_sum = _make_sum_of_slices(target), make_block_sum(target, THREADS)
-    u32, f32, np_u32 = target.u32, target.f32, np.uint32
+    sum_of_rows, sum_of_warps = _make_sum_of_rows(target), _make_sum_of_warps(target)
+    to_tuple, elements_left, is_below = _make_to_tuple(target)
+    load_1, load_4 = _make_loads(target, "f32", 1), _make_loads(target, "f32", VECTOR)
+    store_1, store_4 = _make_stores(target, "f32", 1), _make_stores(target, "f32", VECTOR)
+    block_sum, map_values = make_block_sum(target, THREADS), target.map_fragment
+    u32, f32, np_f32 = target.u32, target.f32, np.float32
+    rows_a_turn = WARPS * ROWS_AT_ONCE
     act_network, act_encoding, finish = act
 
-    def below(a, b):
-        return np_u32(1) if a < b else np_u32(0)
+    def zero(g):
+        return np_f32(0)
 
-    def first_below(a, b, c):
-        return np_u32(1) if a < b and c == np_u32(0) else np_u32(0)
+    zero = target.scalar(zero)
 
-    below, first_below = target.scalar(below), target.scalar(first_below)
-
-    @target.intrinsic(["u64", "u32", "u32"], "u64")
-    def line_address(e, partial_sums, row, row_bytes):
-        return e.address_by(partial_sums, row, row_bytes)
-
-    def body(
-        n_network, n_params, n_partials, partial_sums, row_bytes, table_gradient, losses, n_losses, loss, loss_scale, extra
-    ):
+    def body(n_network, n_params, n_partials, partial_sums, row_bytes, table_gradient, losses, n_losses, loss, loss_scale,
+             extra):  # fmt: skip
         base = shared_base()
         block = u32(block_index())
         network_blocks = u32(u32(n_network + u32(31)) // u32(32))
         if block < network_blocks:
-            lane, slice_index = lane_index(), warp_index()
-            index = u32(u32(block * u32(32)) + lane)
-            inside = below(index, n_network)
-            total = f32(0)
-            turns = u32(u32(n_partials + u32(15)) // u32(16))
-            turn = u32(0)
-            while turn < turns:
-                row = u32(u32(turn * u32(16)) + slice_index)
-                active = u32(below(row, n_partials) * inside)
-                total = total + load_f32(line_address(partial_sums, u32(row * active), row_bytes), index, active)
-                turn = u32(turn + u32(1))
-            g = sum_of_slices(base, total)
-            act_network(index, g, first_below(index, n_network, slice_index), extra)
+            index = u32(u32(block * u32(32)) + lane_index())
+            inside = is_below(index, n_network)
+            total, row = f32(0), u32(0)
+            while row < n_partials:
+                first_row = u32(row + warp_index())
+                total = total + sum_of_rows(partial_sums, row_bytes, first_row, n_partials, index, inside)
+                row = u32(row + u32(rows_a_turn))
+            g = to_tuple(sum_of_warps(base, total))
+            act_network(index, g, u32(inside * is_below(warp_index(), u32(1))), extra)
         else:
-            offset = u32(u32(u32(block - network_blocks) * u32(512)) + thread_index())
+            first = u32(u32(u32(block - network_blocks) * u32(THREADS)) + thread_index())
+            offset = u32(first * u32(VECTOR))
             index = u32(n_network + offset)
-            active = below(index, n_params)
-            g = load_f32(table_gradient, offset, active)
-            store_f32(table_gradient, offset, f32(0), active)
-            act_encoding(index, g, active, extra)
+            n_active = elements_left(index, n_params)
+            g = load_4(table_gradient, offset, n_active)
+            store_4(table_gradient, offset, map_values(zero, g), n_active)
+            act_encoding(index, g, n_active, extra)
         if block == u32(0):
-            total = f32(0)
-            turns = u32(u32(n_losses + u32(511)) // u32(512))
-            turn = u32(0)
-            while turn < turns:
-                row = u32(u32(turn * u32(512)) + thread_index())
-                total = total + load_f32(losses, row, below(row, n_losses))
-                turn = u32(turn + u32(1))
+            total, row = f32(0), u32(0)
+            while row < n_losses:
+                index = u32(row + thread_index())
+                total = total + load_1(losses, index, is_below(index, n_losses))[0]
+                row = u32(row + u32(THREADS))
             total = block_sum(base, total)
-            store_f32(loss, u32(0), total * loss_scale, below(thread_index(), u32(1)))
-            finish(below(thread_index(), u32(1)), extra)
+            is_first = is_below(thread_index(), u32(1))
+            store_1(loss, u32(0), to_tuple(total * loss_scale), is_first)
+            finish(is_first, extra)
 
     own = (
         ("n_network", "u32"),
@@ -169,50 +216,63 @@ def _make_body(target: Target, name: str, act: tuple[Callable, Callable, Callabl
 
 
 def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
-    """Adam on all parameters; writes the float32 master and its float16 copy. Skips the step where `bad` == `mark`."""
-    load_f32, load_u32, store_f32, store_u32, store_half, add_u32 = _make_memory_access(target)
-    u32, np_u32, np_f32 = target.u32, np.uint32, np.float32
-    skip_zero = spec.skip_zero_grad_non_matrix_params
+    """Adam on all parameters; writes the float32 master and its float16 copy."""
+    u32, np_u32, map_values = target.u32, np.uint32, target.map_fragment
+    load_word = _make_loads(target, "u32", 1)
 
-    def multiply(a, b):
-        return a * b
+    def scaled(g, gradient_scale, given_scale):
+        return g * gradient_scale * given_scale
 
     def differ(a, b):
         return np_u32(1) if a != b else np_u32(0)
 
-    def same(a, b):
-        return np_u32(1) if a == b else np_u32(0)
+    scaled, differ = target.scalar(scaled), target.scalar(differ)
 
-    def touched(g):
-        return np_u32(1) if g != np_f32(0) else np_u32(0)
-
-    multiply, differ, same, touched = (target.scalar(f) for f in (multiply, differ, same, touched))
-
-    def make_act(is_matrix):
+    def make_act(is_matrix, count):
         update = make_adam(target, spec, is_matrix)
-        skips = skip_zero and not is_matrix
+        load, load_count = _make_loads(target, "f32", count), _make_loads(target, "u32", count)
+        load_scale = _make_loads(target, "f32", 1)
+        store, store_count = _make_stores(target, "f32", count), _make_stores(target, "u32", count)
+        store_half = _make_stores(target, "half", count)
+        skips_zero = spec.skip_zero_grad_non_matrix_params and not is_matrix
 
-        def act(index, g, active, extra):
+        @target.intrinsic([("f32", count)], "u32")
+        def any_nonzero(e, g):
+            found = e.u32(0)
+            for value in g:
+                found = e.or_(found, e.and_(e.float_to_bits(value), 0x7FFFFFFF))
+            return e.select(e.equal(found, 0), e.u32(0), e.u32(1))
+
+        def act(index, g, n_active, extra):
             weights, half_weights, m, v, steps, learning_rate, step, gradient_scale, scales, bad, mark, skipped = extra
-            active = u32(active * differ(load_u32(bad, u32(0), u32(1)), mark))
-            if skips:
-                active = u32(active * touched(g))
-            w_old, m_old = load_f32(weights, index, active), load_f32(m, index, active)
-            v_old, k_old = load_f32(v, index, active), load_u32(steps, index, active)
-            g = multiply(multiply(g, gradient_scale), load_f32(scales, u32(1), u32(1)))
-            w_new, m_new, v_new, k_new, changed = update(g, w_old, m_old, v_old, k_old, learning_rate, step)
-            active = u32(active * changed)
-            store_f32(weights, index, w_new, active)
-            store_half(half_weights, index, w_new, active)
-            store_f32(m, index, m_new, active)
-            store_f32(v, index, v_new, active)
-            store_u32(steps, index, k_new, active)
+            n_active = u32(n_active * differ(load_word(bad, u32(0), u32(1))[0], mark))
+            if skips_zero:
+                n_active = u32(n_active * any_nonzero(g))
+            g = map_values(scaled, g, gradient_scale, load_scale(scales, u32(1), u32(1))[0])
+            w_old, m_old = load(weights, index, n_active), load(m, index, n_active)
+            v_old, k_old = load(v, index, n_active), load_count(steps, index, n_active)
+            w_new, m_new, v_new, k_new = map_values(update, g, w_old, m_old, v_old, k_old, learning_rate, step)
+            store(weights, index, w_new, n_active)
+            store_half(half_weights, index, w_new, n_active)
+            store(m, index, m_new, n_active)
+            store(v, index, v_new, n_active)
+            store_count(steps, index, k_new, n_active)
 
         return target.device(act)
 
-    def finish(first, extra):
+    @target.intrinsic(["u64", "u32"], "void")
+    def count_skipped(e, skipped, active):
+        with e.when(e.less(0, active)):
+            e.add_global_u32(skipped, 1)
+
+    def same(a, b):
+        return np_u32(1) if a == b else np_u32(0)
+
+    same = target.scalar(same)
+
+    def finish(is_first, extra):
         weights, half_weights, m, v, steps, learning_rate, step, gradient_scale, scales, bad, mark, skipped = extra
-        add_u32(skipped, u32(1), u32(first * same(load_u32(bad, u32(0), u32(1)), mark)))
+        count_skipped(skipped, u32(is_first * same(load_word(bad, u32(0), u32(1))[0], mark)))
 
     parameters = (
         ("weights", "u64"),
@@ -228,100 +288,33 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
         ("mark", "u32"),
         ("skipped", "u64"),
     )
-    return _make_body(target, "adam", (make_act(True), make_act(False), target.device(finish)), parameters)
+    acts = (make_act(True, 1), make_act(False, VECTOR), target.device(finish))
+    return _make_body(target, "adam", acts, parameters)
 
 
 def make_collect_kernel(target: Target) -> KernelBody:
     """The gradient of all parameters as one float32 vector, plus what was there if asked."""
-    load_f32, _, store_f32, *_ = _make_memory_access(target)
-    u32 = target.u32
+    u32, map_values = target.u32, target.map_fragment
+    load_scale = _make_loads(target, "f32", 1)
 
-    def multiply_add(g, scale, given_scale, old):
-        return g * scale * given_scale + old
+    def multiply_add(g, old, gradient_scale, given_scale):
+        return g * gradient_scale * given_scale + old
 
     multiply_add = target.scalar(multiply_add)
 
-    def act(index, g, active, extra):
-        gradients, accumulate, gradient_scale, scales = extra
-        old = load_f32(gradients, index, u32(active * accumulate))
-        store_f32(gradients, index, multiply_add(g, gradient_scale, load_f32(scales, u32(1), u32(1)), old), active)
+    def make_act(count):
+        load, store = _make_loads(target, "f32", count), _make_stores(target, "f32", count)
 
-    def finish(first, extra):
+        def act(index, g, n_active, extra):
+            gradients, accumulate, gradient_scale, scales = extra
+            old = load(gradients, index, u32(n_active * accumulate))
+            given_scale = load_scale(scales, u32(1), u32(1))[0]
+            store(gradients, index, map_values(multiply_add, g, old, gradient_scale, given_scale), n_active)
+
+        return target.device(act)
+
+    def finish(is_first, extra):
         return
 
-    act = target.device(act)
     parameters = (("gradients", "u64"), ("accumulate", "u32"), ("gradient_scale", "f32"), ("scales", "u64"))
-    return _make_body(target, "collect", (act, act, target.device(finish)), parameters)
-
-
-def make_largest_gradient_kernel(target: Target, dtype: str) -> KernelBody:
-    """The bits of max |dL/dy| into `maximum`, which must hold 0 before: for float32 numbers of one sign, larger bits
-    mean larger numbers."""
-    size, kind = {"float32": (4, "f32"), "float16": (2, "u16")}[dtype]
-    thread_index, _, _, block_index, _, n_blocks_of = make_indices(target)
-    u32 = target.u32
-
-    @target.intrinsic(["u64", "u32", "u32", "u32", "u32"], "u32")
-    def magnitude_bits(e, y, y_stride, row, column, inside):
-        value = e.load_global(e.address(e.address_by(y, row, y_stride), column, size), kind)[0]
-        value = e.half_to_float(value) if kind == "u16" else value
-        bits = e.and_(e.float_to_bits(value), 0x7FFFFFFF)
-        return e.select(e.equal(inside, 1), bits, e.u32(0))
-
-    @target.intrinsic(["u64", "u32"], "void")
-    def raise_maximum(e, maximum, bits):
-        e.maximum_global(maximum, bits)
-
-    def larger(a, b):
-        return max(a, b)
-
-    def below(a, b):
-        return np.uint32(1) if a < b else np.uint32(0)
-
-    def smaller(a, b):
-        return min(a, b)
-
-    larger, below, smaller = target.scalar(larger), target.scalar(below), target.scalar(smaller)
-
-    def body(y, y_stride, batch, n_columns, maximum):
-        n_elements = u32(batch * n_columns)
-        bits = u32(0)
-        index = u32(u32(block_index() * u32(256)) + thread_index())
-        step = u32(n_blocks_of() * u32(256))
-        turns = u32(u32(n_elements + u32(step - u32(1))) // step)
-        turn = u32(0)
-        while turn < turns:
-            inside = below(index, n_elements)
-            clamped = smaller(index, u32(n_elements - u32(1)))
-            row, column = u32(clamped // n_columns), u32(clamped % n_columns)
-            bits = larger(bits, magnitude_bits(y, y_stride, row, column, inside))
-            index = u32(index + step)
-            turn = u32(turn + u32(1))
-        raise_maximum(maximum, bits)
-
-    parameters = (("y", "u64"), ("y_stride", "u32"), ("batch", "u32"), ("n_columns", "u32"), ("maximum", "u64"))
-    return KernelBody("largest_gradient", body, parameters)
-
-
-def make_write_scales_kernel(target: Target) -> KernelBody:
-    """scales[0] = 2^k with 8 <= m 2^k < 16, scales[1] = 2^-k, for the float m whose bits `maximum` holds.
-
-    k = 0 where m is 0 or not finite; limited so that both stay normal float32 numbers.
-    """
-
-    @target.intrinsic(["u64", "u64"], "void")
-    def write(e, maximum, scales):
-        bits = e.load_global(maximum, "u32", constant=False)[0]
-        exponent = e.shr(bits, 23)
-        usable = e.both(e.less(3, exponent), e.less(exponent, 255))
-        # 2^k has the biased exponent 127 + 3 - (exponent - 127)
-        up = e.select(usable, e.sub(257, exponent), e.u32(127))
-        up = e.minimum(up, 253)
-        with e.when(e.equal(e.thread(), 0)):
-            e.store_global(scales, "u32", [e.shl(up, 23)])
-            e.store_global(scales, "u32", [e.shl(e.sub(254, up), 23)], offset=4)
-
-    def body(maximum, scales):
-        write(maximum, scales)
-
-    return KernelBody("write_scales", body, (("maximum", "u64"), ("scales", "u64")))
+    return _make_body(target, "collect", (make_act(1), make_act(VECTOR), target.device(finish)), parameters)

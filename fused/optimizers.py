@@ -25,10 +25,10 @@ LARGEST = np.finfo(np.float32).max
 
 @functools.cache
 def make_adam(target, spec: AdamSpec, is_matrix: bool):
-    """Scalar update(g, w, m, v, k, learning_rate, step) -> (w, m, v, k, changed); step is the optimizer's own, from 1.
+    """Scalar update(g, w, m, v, k, learning_rate, step) -> (w, m, v, k); step is the optimizer's own, from 1.
 
-    `changed` is 0 where a parameter is left alone altogether: one that the spec excludes, or a non-matrix parameter
-    with gradient 0, which no sample touched.
+    A parameter is left alone altogether where the spec excludes it, or where it is no matrix parameter and has
+    gradient 0, since no sample touched it.
     """
     optimize = spec.optimize_matrix_params if is_matrix else spec.optimize_non_matrix_params
     skip_zero = spec.skip_zero_grad_non_matrix_params and not is_matrix
@@ -45,7 +45,7 @@ def make_adam(target, spec: AdamSpec, is_matrix: bool):
 
     def update(g, w, m, v, k, learning_rate, step):
         if not optimize or (skip_zero and g == f32(0)):
-            return w, m, v, k, u32(0)
+            return w, m, v, k
         g = g + l2_reg * w
         if gradient_clip != f32(0):
             g = min(max(g, -gradient_clip), gradient_clip)
@@ -67,6 +67,6 @@ def make_adam(target, spec: AdamSpec, is_matrix: bool):
         w = w - effective * m
         if weight_clip != f32(0):
             w = min(max(w, -weight_clip), weight_clip)
-        return w, m, v, count, u32(1)
+        return w, m, v, count
 
     return target.scalar(update)

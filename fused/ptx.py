@@ -37,7 +37,9 @@ class Emitter:
         self.cc = cc
 
     # ------------------------------------------------------------------------------------ assembly
-    def asm(self, outputs: Sequence[ir.Type], text: str, constraints: str, arguments=(), *, pure=False, collective=False):
+    def asm(
+        self, outputs: Sequence[ir.Type], text: str, constraints: str, arguments=(), *, pure=False, collective=False
+    ):
         """Inline PTX. `pure`: same inputs, same outputs, so it may be moved or merged. `collective`: whole warps only."""
         if not outputs:
             result = VOID
@@ -159,15 +161,18 @@ class Emitter:
         return self.builder.bitcast(vector, I32)
 
     def unpack_half2(self, packed):
-        vector = self.builder.bitcast(packed, HALF2)
-        return tuple(self.builder.fpext(self.builder.extract_element(vector, I32(i)), F32) for i in range(2))
+        """Two float16 to two float32. Opaque to LLVM, which would turn a later comparison with 0 into one of float16,
+        where fast mathematics takes subnormal numbers for 0."""
+        text = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
+        return tuple(self.asm([F32, F32], text, "=f,=f,r", [packed], pure=True))
 
     def float_to_half(self, a):
         """float32 to float16, in the low half of a u32."""
         return self.builder.zext(self.builder.bitcast(self.builder.fptrunc(a, F16), I16), I32)
 
     def half_to_float(self, a):
-        return self.builder.fpext(self.builder.bitcast(self.builder.trunc(a, I16), F16), F32)
+        """float16 in the low half of a u32 to float32; opaque as `unpack_half2`."""
+        return self.asm([F32], "cvt.f32.f16 $0, $1;", "=f,h", [self.builder.trunc(a, I16)], pure=True)
 
     def floor_to_int(self, a):
         """floor as int32 in a u32: saturates, NaN gives 0 (LLVM's own conversion would be undefined there)."""
@@ -284,6 +289,22 @@ class Emitter:
         """`constant`: nothing writes this memory while the kernel runs (the read-only path, and free to be moved)."""
         space = "global.nc" if constant else "global"
         return self._load(space, address, "l", offset, kind, count, pure=constant)
+
+    def load_global_where(self, predicate, address, kind: str, count: int = 1, offset: int = 0):
+        """A load that happens only where `predicate` holds, and gives 0 elsewhere; the memory may change meanwhile."""
+        suffix, letter, llvm = self._vector(kind, count)
+        registers = ",".join(f"${i}" for i in range(count))
+        target = f"{{{registers}}}" if count > 1 else registers
+        zero = "0f00000000" if kind == "f32" else "0"
+        clear = " ".join(f"mov.{suffix.rsplit('.', 1)[1]} ${i}, {zero};" for i in range(count))
+        text = (
+            f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {clear} "
+            f"@p ld.global{suffix} {target}, [${count}+{offset}]; }}"
+        )
+        constraints = ",".join([f"=&{letter}"] * count + ["l", "r", "~{memory}"])
+        flag = self.builder.zext(predicate, I32)
+        loaded = self.asm([llvm] * count, text, constraints, [address, flag])
+        return [loaded] if count == 1 else list(loaded)
 
     def store_global(self, address, kind: str, values, offset: int = 0):
         self._store("st.global", address, "l", offset, kind, values)

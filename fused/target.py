@@ -25,7 +25,6 @@ import numpy as np
 
 from . import emulator
 
-
 SCALAR_MATH = SimpleNamespace(
     exp=math.exp,
     log=math.log,
