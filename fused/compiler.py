@@ -10,7 +10,7 @@ from ..engines import EngineUnavailable
 from . import cache
 from .cache import CompiledKernel
 from .fragments import Target
-from .kernels import KernelBody
+from .stage_io import KernelBody
 from .target import cuda_target
 
 MAX_SPILL_BYTES = 64

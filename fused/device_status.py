@@ -1,4 +1,4 @@
-"""Whether a device can run fused kernels, and if not, why: one sentence for a warning, facts for `numba-tcnn doctor`."""
+"""Whether a device can run fused kernels and if not, why: a sentence for warnings, facts for `numba-tcnn doctor`."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ class Emitter:
 
     # tensor cores
     def mma(self, a, b, c):
-        """Fragment maps of m16n8k16: g = lane / 4, t = lane % 4; see the PTX ISA, "Matrix Fragments for mma.m16n8k16"."""
+        """Fragment maps of m16n8k16 with g = lane / 4, t = lane % 4: PTX ISA, "Matrix Fragments for mma.m16n8k16"."""
         n_warps = self.block_state.n_threads // WARP
         lane = np.arange(WARP)
         g, t = lane // 4, lane % 4

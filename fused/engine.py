@@ -15,20 +15,10 @@ from .device_status import device_status
 from .driver import Device, DeviceBuffer
 from .driver import device as open_device
 from .encodings import ENCODINGS
-from .fuser import GradientOptions
-from .kernels import InferenceOptions
+from .gradient_programs import Batch, GradientProgram, make_gradient_program
 from .losses import LOSSES
-from .programs import (
-    Batch,
-    GradientProgram,
-    GradientScaleProgram,
-    InferenceProgram,
-    OptimizerProgram,
-    PartialSums,
-    Toolbox,
-    Workspace,
-    make_gradient_program,
-)
+from .programs import GradientScaleProgram, InferenceProgram, OptimizerProgram, PartialSums, Toolbox, Workspace
+from .stage_io import GradientOptions, InferenceOptions
 
 LOSS_SLOTS = 4096
 """Losses that wait on the device for someone to read them; older ones are fetched before they are overwritten."""

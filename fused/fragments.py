@@ -131,7 +131,7 @@ def make_load_matrix(target: Target, shape: FragmentShape, dtype: str):
 
 @functools.cache
 def make_store_matrix(target: Target, shape: FragmentShape, dtype: str):
-    """store(matrix, stride, first_row, n_rows, n_columns, fragment): the inverse, leaving what lies beyond untouched."""
+    """store(matrix, stride, first_row, n_rows, n_columns, fragment): the inverse; what lies beyond stays untouched."""
     kind = {"float32": "f32", "float16": "u16"}[dtype]
     size = {"f32": 4, "u16": 2}[kind]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .fragments import Target
-from .kernels import KernelBody
+from .stage_io import KernelBody
 from .tiles import make_indices
 
 THREADS = 256

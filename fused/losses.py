@@ -1,8 +1,8 @@
 """Losses as scalar device functions (mirror of reference/losses.py).
 
 `loss(p, t, density) -> (value, gradient)` for a prediction p, a target t and the probability density with which the
-element was sampled (1 where none is given), with d = p - t and without the factor 1 / (n_out * batch) that turns the sum into a mean.
-Denominators count as constants, as in tiny-cuda-nn: the gradient is not differentiated through them.
+element was sampled (1 where none is given), with d = p - t and without the factor 1 / (n_out * batch) that turns the
+sum into a mean. Denominators count as constants, as in tiny-cuda-nn: the gradient is not differentiated through them.
 
     L2            d^2 / density                        2 d / density
     L1            |d| / density                        sign(d) / density

@@ -201,7 +201,7 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
 
 @functools.cache
 def make_block_sum(target: Target, n_threads: int):
-    """total(base, value) -> the sum of `value` over the block, in every thread; uses the first bytes of shared memory."""
+    """total(base, value) -> the sum of `value` over the block, in every thread; uses shared memory from byte 0 on."""
     n_warps = n_threads // 32
 
     @target.intrinsic(["u32", "f32"], "f32")

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 
-from . import ptx
+from . import loop_hints, ptx
 
 SUPPORTED = ((0, 30, 4), (0, 31))
 """numba-cuda versions, first included to last excluded."""
@@ -21,16 +21,17 @@ SUPPORTED = ((0, 30, 4), (0, 31))
 
 def _import_numba_cuda():
     """Import numba-cuda's compiler; on numpy >= 2.5 lend it `np.row_stack` for just as long as its import takes."""
-    missing = not hasattr(np, "row_stack")
+    removed_name = "row_stack"
+    missing = not hasattr(np, removed_name)
     if missing:
-        np.vstack = np.vstack
+        setattr(np, removed_name, np.vstack)
     try:
         import numba.cuda.np.arrayobj  # noqa: F401  (the module that asks for the name)
         from numba import cuda
         from numba.cuda import codegen, dispatcher
     finally:
         if missing:
-            del np.vstack
+            delattr(np, removed_name)
     return cuda, codegen, dispatcher
 
 
@@ -41,14 +42,14 @@ compiler_lock = threading.RLock()
 
 
 def _apply_hints_when_finalized():
-    """Run `ptx.apply_loop_hints` on every device function and kernel before numba hands it to NVVM."""
+    """Run `loop_hints.apply_loop_hints` on every device function and kernel before numba hands it to NVVM."""
     original = _codegen.CUDACodeLibrary.finalize
     if getattr(original, "applies_loop_hints", False):
         return
 
     def finalize(self):
         if self._module is not None:
-            ptx.apply_loop_hints(self._module)
+            loop_hints.apply_loop_hints(self._module)
         return original(self)
 
     finalize.applies_loop_hints = True

@@ -1,4 +1,4 @@
-"""The kernels behind the gradient kernels: sum the blocks' partial dW, then update parameters (Adam) or hand out gradients.
+"""The kernels behind the gradient kernels: sum the blocks' partial dW, then run Adam or hand out the gradients.
 
 Both are one body with another last act. A block of 256 threads takes either 32 network parameters, its 8 warps
 summing a slice of the rows of partial sums each, or 1024 parameters of the encoding, 4 a thread, whose gradient it
@@ -19,9 +19,9 @@ import numpy as np
 
 from ..specs import AdamSpec
 from .fragments import Target
-from .kernels import KernelBody
 from .mlp import make_block_sum
 from .optimizers import make_adam
+from .stage_io import KernelBody
 from .tiles import make_indices
 
 THREADS = 256
@@ -89,7 +89,7 @@ def _make_stores(target: Target, kind: str, count: int):
 
 @functools.cache
 def _make_sum_of_rows(target: Target):
-    """sum(partial_sums, row_bytes, first_row, n_rows, index, inside) -> over rows first_row, + WARPS, ... of one turn."""
+    """sum(partial_sums, row_bytes, first_row, n_rows, index, inside) -> over rows first_row, + WARPS, ... of a turn."""
 
     @target.intrinsic(["u64", "u32", "u32", "u32", "u32", "u32"], "f32")
     def sum_of_rows(e, partial_sums, row_bytes, first_row, n_rows, index, inside):
@@ -166,8 +166,10 @@ def _make_body(target: Target, name: str, act: tuple[Callable, Callable, Callabl
 
     zero = target.scalar(zero)
 
-    def body(n_network, n_params, n_partials, partial_sums, row_bytes, table_gradient, losses, n_losses, loss, loss_scale,
-             extra):  # fmt: skip
+    def body(
+        n_network, n_params, n_partials, partial_sums, row_bytes, table_gradient, losses, n_losses, loss, loss_scale,
+        extra,
+    ):  # fmt: skip
         base = shared_base()
         block = u32(block_index())
         network_blocks = u32(u32(n_network + u32(31)) // u32(32))

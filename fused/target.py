@@ -51,13 +51,13 @@ class CudaTarget:
     u32, i32, f32, u64 = np.uint32, np.int32, np.float32, np.uint64
 
     def __init__(self, cc: int):
-        from . import numba_bridge, ptx
+        from . import loop_hints, numba_bridge, ptx
 
         self.cc = cc
         self.memory_spaces = numba_bridge.cuda  # `memory_spaces.local.array(n, dtype)` inside a device function
         self.map_fragment = ptx.map_fragment
-        self.unroll_full = ptx.unroll_full
-        self.unroll_by_2 = ptx.unroll_by_2
+        self.unroll_full = loop_hints.unroll_full
+        self.unroll_by_2 = loop_hints.unroll_by_2
         self.math = SCALAR_MATH
 
     def device(self, function: Callable) -> Callable:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_tcnn.fused import emulator, fuser, kernels, optimizer_kernels
+from numba_tcnn.fused import emulator, fuser, optimizer_kernels, stage_io
+from numba_tcnn.fused.keepers import saved_units
 from numba_tcnn.fused.plan import KernelPlan, StagedPlan
 from numba_tcnn.fused.target import EmulatorTarget
 from numba_tcnn.layout import n_network_params, n_params
@@ -29,12 +30,13 @@ class EmulatedModel:
         return self.memory.place(array)
 
     def io(self, x: np.ndarray, **given) -> tuple:
-        fields = dict.fromkeys(fuser.IO, 0)
+        fields = dict.fromkeys(stage_io.IO, 0)
         fields |= {"parameters": self.parameters, "table": self.table, "x": self.place(x), "batch": np.uint32(len(x))}
         fields |= {"x_stride": np.uint32(x.strides[0]), "table_gradient": self.place(self.table_gradient)}
         fields |= given
         return tuple(
-            np.uint64(fields[name]) if fuser.IO_TYPES[name] == "u64" else np.uint32(fields[name]) for name in fuser.IO
+            np.uint64(fields[name]) if stage_io.IO_TYPES[name] == "u64" else np.uint32(fields[name])
+            for name in stage_io.IO
         )
 
     def run(self, make_body, plan, *arguments, n_blocks: int, n_rows: int = 1, threads: int | None = None):
@@ -50,12 +52,12 @@ class EmulatedModel:
                 body.function(*arguments)
 
     # ------------------------------------------------------------------------------------ whole jobs
-    def inference(self, x: np.ndarray, plan: KernelPlan, options: kernels.InferenceOptions, n_blocks: int = 2):
+    def inference(self, x: np.ndarray, plan: KernelPlan, options: stage_io.InferenceOptions, n_blocks: int = 2):
         out = np.full((len(x), self.spec.n_output_dims), np.nan, options.output_dtype)
         n_tiles = -(-len(x) // plan.tile_rows)
         io = self.io(x, y=self.place(out), y_stride=out.strides[0])
         self.run(
-            lambda target: kernels.make_inference_kernel(target, self.spec, plan, options),
+            lambda target: fuser.make_inference_kernel(target, self.spec, plan, options),
             plan, np.uint32(n_tiles), io, n_blocks=n_blocks,
         )  # fmt: skip
         return out
@@ -65,7 +67,7 @@ class EmulatedModel:
         x: np.ndarray,
         y: np.ndarray,
         plan: KernelPlan | StagedPlan,
-        options: fuser.GradientOptions,
+        options: stage_io.GradientOptions,
         *,
         density: np.ndarray | None = None,
         scales: tuple[float, float] | None = None,
@@ -88,7 +90,7 @@ class EmulatedModel:
         if isinstance(plan, KernelPlan):
             n_tiles = -(-len(x) // plan.tile_rows)
             self.run(
-                lambda target: kernels.make_single_gradient_kernel(target, self.spec, plan, options),
+                lambda target: fuser.make_single_gradient_kernel(target, self.spec, plan, options),
                 plan, np.uint32(n_tiles), partial_address, row_bytes, losses_address, bad, np.uint32(1),
                 self.io(x, **given), n_blocks=n_blocks,
             )  # fmt: skip
@@ -110,7 +112,7 @@ class EmulatedModel:
     def _staged(self, x, y, plan, options, given, partial, row_bytes, losses, bad, density, dx, n_blocks, chunk_rows):
         propagate = plan.propagate
         n_slots = -(-chunk_rows // propagate.tile_rows) * propagate.warps
-        saved = np.full(n_slots * fuser.saved_units(self.spec, propagate.rows)[2] * 32, 0xFFFFFFFF, np.uint32)
+        saved = np.full(n_slots * saved_units(self.spec, propagate.rows)[2] * 32, 0xFFFFFFFF, np.uint32)
         saved_address = self.place(saved)
         for chunk, start in enumerate(range(0, len(x), chunk_rows)):
             rows = slice(start, min(start + chunk_rows, len(x)))
@@ -121,14 +123,14 @@ class EmulatedModel:
             if density is not None:
                 fields["density"] = given["density"] + start * density.strides[0]
             io = list(self.io(x, **fields))
-            io[fuser.X] = io[fuser.X] + np.uint64(start * x.strides[0])
+            io[stage_io.X] = io[stage_io.X] + np.uint64(start * x.strides[0])
             self.run(
-                lambda target: kernels.make_propagate_kernel(target, self.spec, propagate, options), propagate,
+                lambda target: fuser.make_propagate_kernel(target, self.spec, propagate, options), propagate,
                 np.uint32(n_tiles), losses + 4 * chunk * n_blocks, tuple(io), n_blocks=n_blocks,
             )  # fmt: skip
             for kernel_plan, layers in plan.weight_gradients:
                 self.run(
-                    lambda target, p=kernel_plan, i=layers: kernels.make_weight_gradient_kernel(target, self.spec, p, i),
+                    lambda target, p=kernel_plan, l=layers: fuser.make_weight_gradient_kernel(target, self.spec, p, l),
                     kernel_plan, saved_address, np.uint32(n_slots), np.uint32(n_tiles), partial, row_bytes,
                     np.uint32(chunk > 0), bad, np.uint32(1), n_blocks=n_blocks, n_rows=len(layers),
                 )  # fmt: skip

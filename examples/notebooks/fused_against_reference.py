@@ -154,10 +154,10 @@ ax.grid(alpha=0.3)
 print(f"median {np.median(row_error):.1e}, worst {order[0]:.1e}")
 
 # %% [markdown]
-# Most samples are fine, a few are wrong by per cents, and the worst by more than their own length. The culprit is the ReLU, $\max(z, 0)$, whose
-# derivative jumps from 0 to 1 at $z = 0$. When a unit's input is $+0.00001$ in one calculation and $-0.00001$ in the
-# other, its *output* is practically the same, yet in one backward pass the unit takes part and in the other it
-# doesn't. Neither is more right: the function has a kink there.
+# Most samples are fine, a few are wrong by per cents, and the worst by more than their own length. The culprit is the
+# ReLU, $\max(z, 0)$, whose derivative jumps from 0 to 1 at $z = 0$. When a unit's input is $+0.00001$ in one
+# calculation and $-0.00001$ in the other, its *output* is practically the same, yet in one backward pass the unit
+# takes part and in the other it doesn't. Neither is more right: the function has a kink there.
 #
 # If that is the explanation, a smooth activation must not show it.
 
@@ -189,7 +189,7 @@ ax.grid(alpha=0.3)
 # %%
 figure = tcnn.plot.engine_error(model, x, y)
 figure.set_dpi(70)
-figure
+figure  # noqa: B018
 
 # %% [markdown]
 # Reading it from top to bottom is following the calculation: outputs have passed all roundings of the forward pass.

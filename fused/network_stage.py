@@ -1,0 +1,238 @@
+"""The network's stages: all layers of a tile, forward and back, as closures around one another.
+
+    layer 0 .. n-1   forward product, activation, keep h; the *inner* closure, which gives d; backward product, times
+                     phi', keep d
+    output           forward product, output activation, loss (or a given gradient), d of the output
+
+`hidden_layer` is a closure around the next layer's, so that a sample's way in and its gradient's way back are one
+function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..specs import ModelSpec
+from .activations import ACTIVATIONS, make_activation, make_apply_derivative, make_gate
+from .encoding_stage import make_read_scale
+from .fragments import FragmentShape, Target, make_load_matrix, make_mask, make_pack, make_sum, make_unpack
+from .keepers import Keeper
+from .losses import make_loss
+from .mlp import make_backward_product, make_forward_product
+from .plan import KernelPlan, keeps_gate
+from .stage_io import BATCH, DENSITY, DENSITY_STRIDE, PARAMETERS, SCALES, Y_STRIDE, GradientOptions, Y
+from .tiles import make_barriers, make_load_tile
+
+
+def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]) -> tuple[Callable, list[Callable]]:
+    """(load_all, need): load_all(base, io) before the first tile; need[i](base, io) before each use of layer i.
+
+    Resident weights are all loaded at once and need nothing later; streamed ones are loaded at every use.
+    """
+    barrier, _, copy_wait = make_barriers(target)
+    loads = [
+        make_load_tile(target, tile, plan.threads, offset)
+        for tile, offset in zip(plan.weights.weights, layer_offsets, strict=True)
+    ]
+
+    def nothing(base, io):
+        return
+
+    nothing = target.device(nothing)
+    if not plan.weights.resident:
+
+        def make_need(load):
+            def need(base, io):
+                barrier()  # everyone is done with the layer before
+                load(base, io[PARAMETERS])
+                copy_wait()
+                barrier()
+
+            return target.device(need)
+
+        return nothing, [make_need(load) for load in loads]
+
+    def chain(loads):
+        load = loads[0]
+        if len(loads) == 1:
+
+            def last(base, io):
+                load(base, io[PARAMETERS])
+                copy_wait()
+                barrier()
+
+            return target.device(last)
+        rest = chain(loads[1:])
+
+        def load_and_go_on(base, io):
+            load(base, io[PARAMETERS])
+            rest(base, io)
+
+        return target.device(load_and_go_on)
+
+    return chain(loads), [nothing] * len(loads)
+
+
+def make_output_layer(
+    target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions, need: Callable, d_keeper: Keeper
+) -> Callable:
+    """output(base, io, slot, first_row, h) -> (d of the output, packed; sum of this thread's loss values)."""
+    tile = plan.weights.weights[-1]
+    shape = FragmentShape(plan.rows, tile.rows)
+    forward, pack, map_values = (
+        make_forward_product(target, tile, plan.rows),
+        make_pack(target, shape),
+        target.map_fragment,
+    )
+    name = spec.network.output_activation
+    activation, apply_derivative = make_activation(target, name), make_apply_derivative(target, name)
+    of_output = ACTIVATIONS[name].derivative_of_output
+    load_y = make_load_matrix(target, shape, options.target_dtype)
+    load_density = make_load_matrix(target, shape, options.density_dtype or "float32")
+    mask, total_of = make_mask(target, shape), make_sum(target, shape.n_elements)
+    n_out, u32, f32, keep = spec.n_output_dims, target.u32, target.f32, d_keeper.keep
+    has_density, given_scale = options.density_dtype is not None, make_read_scale(target, 0)
+
+    if options.loss is None:
+
+        def multiply(a, b):
+            return a * b
+
+        multiply = target.scalar(multiply)
+
+        def output_gradient(io, first_row, p):
+            given = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out))
+            return map_values(multiply, given, given_scale(io[SCALES])), f32(0)
+
+    else:
+        loss = make_loss(target, options.loss)
+
+        def output_gradient(io, first_row, p):
+            t = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out))
+            if has_density:
+                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], u32(n_out))
+                values, g = map_values(loss, p, t, density)
+            else:
+                values, g = map_values(loss, p, t, f32(1))
+            return g, total_of(mask(values, first_row, io[BATCH], u32(n_out)))
+
+    output_gradient = target.device(output_gradient)
+
+    def output(base, io, slot, first_row, h):
+        need(base, io)
+        z = forward(base, h)
+        p = map_values(activation, z)
+        g, total = output_gradient(io, first_row, p)
+        if of_output:
+            g = map_values(apply_derivative, g, p)
+        else:
+            g = map_values(apply_derivative, g, z)
+        d = pack(mask(g, first_row, io[BATCH], u32(n_out)))
+        keep(base, io, slot, d)
+        return d, total
+
+    return target.device(output)
+
+
+def make_hidden_layer(
+    target: Target,
+    spec: ModelSpec,
+    plan: KernelPlan,
+    layer: int,
+    need: list[Callable],
+    h_keeper: Keeper,
+    d_keeper: Keeper,
+    inner: Callable,
+) -> Callable:
+    """hidden(base, io, slot, first_row, h_in) -> (d of this layer's z, packed; loss), `inner` being the next layer."""
+    tile, next_tile = plan.weights.weights[layer], plan.weights.weights[layer + 1]
+    shape = FragmentShape(plan.rows, tile.rows)
+    forward = make_forward_product(target, tile, plan.rows)
+    backward = make_backward_product(target, next_tile, plan.rows)
+    pack, unpack, map_values = make_pack(target, shape), make_unpack(target, shape), target.map_fragment
+    name = spec.network.activation
+    activation, gate, apply_derivative = (
+        make_activation(target, name),
+        make_gate(target, name),
+        make_apply_derivative(target, name),
+    )
+    need_this, need_next = need[layer], need[layer + 1]
+    keep_h, recall_h, keep_d, recall_d = h_keeper.keep, h_keeper.recall, d_keeper.keep, d_keeper.recall
+
+    def multiply(a, b):
+        return a * b
+
+    multiply = target.scalar(multiply)
+
+    if keeps_gate(spec):
+
+        def hidden(base, io, slot, first_row, h_in):
+            need_this(base, io)
+            z = forward(base, h_in)
+            h = pack(map_values(activation, z))
+            keep_h(base, io, slot, h)
+            keep_d(base, io, slot, pack(map_values(gate, z)))  # phi' waits where d will stand
+            d_next, total = inner(base, io, slot, first_row, h)
+            need_next(base, io)
+            g = backward(base, d_next)
+            d = pack(map_values(multiply, g, unpack(recall_d(base, io, slot))))
+            keep_d(base, io, slot, d)
+            return d, total
+
+    else:
+
+        def hidden(base, io, slot, first_row, h_in):
+            need_this(base, io)
+            h = pack(map_values(activation, forward(base, h_in)))
+            keep_h(base, io, slot, h)
+            d_next, total = inner(base, io, slot, first_row, h)
+            need_next(base, io)
+            g = backward(base, d_next)
+            d = pack(map_values(apply_derivative, g, unpack(recall_h(base, io, slot))))
+            keep_d(base, io, slot, d)
+            return d, total
+
+    return target.device(hidden)
+
+
+def make_network_gradient(
+    target: Target,
+    spec: ModelSpec,
+    plan: KernelPlan,
+    options: GradientOptions,
+    need: list[Callable],
+    h_keepers: list[Keeper],
+    d_keepers: list[Keeper],
+) -> Callable:
+    """network(base, io, slot, first_row, x) -> (d of layer 0, loss): all layers nested into one another."""
+    stage = make_output_layer(target, spec, plan, options, need[-1], d_keepers[-1])
+    for layer in range(len(spec.layer_shapes) - 2, -1, -1):
+        stage = make_hidden_layer(target, spec, plan, layer, need, h_keepers[layer], d_keepers[layer], stage)
+    return stage
+
+
+def make_network_forward(target: Target, spec: ModelSpec, plan: KernelPlan, need: list[Callable]) -> Callable:
+    """network(base, io, x) -> the network's output in accumulator form, nothing kept."""
+
+    def make_layer(layer: int) -> Callable:
+        tile = plan.weights.weights[layer]
+        last = layer == len(spec.layer_shapes) - 1
+        name = spec.network.output_activation if last else spec.network.activation
+        forward, activation = make_forward_product(target, tile, plan.rows), make_activation(target, name)
+        need_this, map_values = need[layer], target.map_fragment
+        if last:
+
+            def output(base, io, h):
+                need_this(base, io)
+                return map_values(activation, forward(base, h))
+
+            return target.device(output)
+        inner, pack = make_layer(layer + 1), make_pack(target, FragmentShape(plan.rows, tile.rows))
+
+        def hidden(base, io, h):
+            need_this(base, io)
+            return inner(base, io, pack(map_values(activation, forward(base, h))))
+
+        return target.device(hidden)
+
+    return make_layer(0)

@@ -1,0 +1,81 @@
+"""What the stages of a kernel share: their common arguments, and the options a kernel is made for.
+
+Arguments travel through all stages as one tuple `io`; its fields are named in `IO` and found by the indices below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+IO = (
+    "parameters",  # u64  float16 parameter vector
+    "table",  # u64  the encoding's part of it
+    "x",  # u64  inputs
+    "x_stride",  # u32  bytes a row
+    "batch",  # u32  rows of x
+    "y",  # u64  targets, or given output gradients
+    "y_stride",  # u32
+    "density",  # u64  sampling density of each target element
+    "density_stride",  # u32
+    "table_gradient",  # u64  float32
+    "dx",  # u64  float32 [batch, n_input_dims]
+    "dx_stride",  # u32
+    "scales",  # u64  float32 [2]: factor of given output gradients, factor of results
+    "saved",  # u64  fragments of a chunk (staged plans)
+    "n_slots",  # u32  fragments of each kind in it
+)
+IO_TYPES = {
+    "parameters": "u64", "table": "u64", "x": "u64", "x_stride": "u32", "batch": "u32", "y": "u64", "y_stride": "u32",
+    "density": "u64", "density_stride": "u32", "table_gradient": "u64", "dx": "u64", "dx_stride": "u32",
+    "scales": "u64", "saved": "u64", "n_slots": "u32",
+}  # fmt: skip
+PARAMETERS, TABLE, X, X_STRIDE, BATCH, Y, Y_STRIDE, DENSITY, DENSITY_STRIDE = range(9)
+TABLE_GRADIENT, DX, DX_STRIDE, SCALES, SAVED, N_SLOTS = range(9, 15)
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What a gradient kernel reads and computes beyond its model.
+
+    loss             name of the loss, or None where the output gradient is given
+    density_dtype    dtype of the targets' sampling density, or None where there is none
+    table_gradient, input_gradient   which gradients the encoding's backward pass computes
+    """
+
+    input_dtype: str = "float32"
+    aligned_input: bool = True
+    target_dtype: str = "float32"
+    loss: str | None = "L2"
+    density_dtype: str | None = None
+    table_gradient: bool = True
+    input_gradient: bool = False
+
+    @property
+    def encoding_gradient(self) -> bool:
+        return self.table_gradient or self.input_gradient
+
+
+@dataclass(frozen=True)
+class InferenceOptions:
+    input_dtype: str = "float32"
+    aligned_input: bool = True
+    output_dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class KernelBody:
+    """`function(*own, bundle)`, or `function(*own)` where there is no bundle: parameters that stages pass on as one
+    tuple. Both are (name, kind) with kind u32, f32 or u64; a launch gives them flat, in this order."""
+
+    name: str
+    function: Callable
+    own: tuple[tuple[str, str], ...]
+    bundle: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def parameters(self) -> tuple[tuple[str, str], ...]:
+        return (*self.own, *self.bundle)
+
+
+IO_PARAMETERS = tuple((name, IO_TYPES[name]) for name in IO)
