@@ -20,6 +20,8 @@ import numpy as np
 WARP = 32
 ADDRESS_BITS = 40  # each global array gets an address range of its own
 POISON = 0xFFFF  # float16 and float32 NaN
+READ, READ_AS_CONSTANT, WRITTEN = 0, 1, 2  # uses of global memory
+NOBODY, SEVERAL_WARPS = -1, -2  # in place of a thread; -3 - w stands for several lanes of warp w
 
 
 class RaceError(AssertionError):
@@ -35,6 +37,11 @@ class GlobalMemory:
 
     def __init__(self):
         self._arrays: dict[int, np.ndarray] = {}
+        self._uses: dict[int, np.ndarray] = {}  # a byte's uses in this launch, READ_AS_CONSTANT | WRITTEN
+
+    def begin_launch(self) -> None:
+        """From here on, memory may be read as constant that was written before, and the other way round."""
+        self._uses.clear()
 
     def place(self, array: np.ndarray) -> int:
         """Give a C-contiguous array an address; kernels then read and write it in place."""
@@ -44,8 +51,13 @@ class GlobalMemory:
         self._arrays[key] = array
         return key << ADDRESS_BITS
 
-    def locate(self, addresses: np.ndarray, n_bytes: int, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes of the array that all active addresses lie in, and each thread's offset (0 where inactive)."""
+    def locate(
+        self, addresses: np.ndarray, n_bytes: int, active: np.ndarray, use: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of the array that all active addresses lie in, and each thread's offset (0 where inactive).
+
+        use   READ, READ_AS_CONSTANT or WRITTEN
+        """
         keys = addresses >> np.uint64(ADDRESS_BITS)
         used = np.unique(keys[active])
         if used.size == 0:
@@ -58,7 +70,26 @@ class GlobalMemory:
         bad = active & ((offsets < 0) | (offsets + n_bytes > view.size) | (offsets % n_bytes != 0))
         if bad.any():
             raise MemoryFault(f"offset {offsets[bad][0]} (+{n_bytes} bytes) in an array of {view.size} bytes")
+        if use != READ:
+            self._note_use(int(used[0]), offsets[active][:, None] + np.arange(n_bytes), use)
         return view, offsets
+
+    def _note_use(self, key: int, cells: np.ndarray, use: int) -> None:
+        uses = self._uses.setdefault(key, np.zeros(self._arrays[key].nbytes, np.uint8))
+        if (uses[cells] == (READ_AS_CONSTANT | WRITTEN) - use).any():
+            raise MemoryFault("one launch both writes a byte of global memory and reads it as constant")
+        uses[cells] = use
+
+
+def _warp_of(owner: np.ndarray) -> np.ndarray:
+    """The warp that a reader or writer belongs to, -1 where there is not just one."""
+    return np.where(owner >= 0, owner // WARP, np.maximum(-3 - owner, -1))
+
+
+def _name_of(owner: int) -> str:
+    if owner == SEVERAL_WARPS:
+        return "several warps"
+    return f"thread {owner}" if owner >= 0 else f"several lanes of warp {-3 - owner}"
 
 
 class SharedMemory:
@@ -71,9 +102,9 @@ class SharedMemory:
         self.warp_epoch = np.ones(n_threads // WARP, np.int64)
         n = self.cells.size
         self._write_epoch, self._write_warp_epoch = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        self._writer = np.full(n, -1, np.int64)
+        self._writer = np.full(n, NOBODY, np.int64)
         self._read_epoch, self._read_warp_epoch = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        self._reader = np.full(n, -1, np.int64)  # -2: several threads
+        self._reader = np.full(n, NOBODY, np.int64)
 
     def _indices(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
         first = addresses.astype(np.int64)
@@ -83,14 +114,14 @@ class SharedMemory:
 
     def _conflicts(self, owner, epoch, warp_epoch, cells, threads, warps, doing, against):
         other = owner[cells]
-        recent = (epoch[cells] == self.block_epoch) & (other != threads[:, None]) & (other != -1)
-        same_warp = (other >= 0) & (other // WARP == warps[:, None])
+        recent = (epoch[cells] == self.block_epoch) & (other != threads[:, None]) & (other != NOBODY)
+        same_warp = _warp_of(other) == warps[:, None]
         ordered = same_warp & (warp_epoch[cells] < self.warp_epoch[warps][:, None])
         if (recent & ~ordered).any():
             where = np.argwhere(recent & ~ordered)[0]
             raise RaceError(
-                f"thread {threads[where[0]]} {doing} shared byte {2 * cells[tuple(where)]}, which thread "
-                f"{other[tuple(where)]} {against} with no barrier between"
+                f"thread {threads[where[0]]} {doing} shared byte {2 * cells[tuple(where)]}, which "
+                f"{_name_of(int(other[tuple(where)]))} {against} with no barrier between"
             )
 
     def check_read(self, addresses, n_bytes, threads):
@@ -99,13 +130,28 @@ class SharedMemory:
         self._conflicts(
             self._writer, self._write_epoch, self._write_warp_epoch, cells, threads, warps, "reads", "wrote"
         )
-        fresh = self._read_epoch[cells] < self.block_epoch
-        owner = np.broadcast_to(threads[:, None], cells.shape)
-        shared = ~fresh & (self._reader[cells] // WARP != warps[:, None])
-        self._reader[cells] = np.where(shared, -2, owner)
+        self._note_readers(cells, threads, warps)
         self._read_epoch[cells] = self.block_epoch
         self._read_warp_epoch[cells] = self.warp_epoch[warps][:, None]
         return cells
+
+    def _note_readers(self, cells, threads, warps):
+        """Whom a later write must wait for: all who read since the last barrier between them and the writer."""
+        threads = np.broadcast_to(threads[:, None], cells.shape)
+        warps = np.broadcast_to(warps[:, None], cells.shape)
+        before, several_lanes = self._reader[cells], -3 - warps
+        recent = (self._read_epoch[cells] == self.block_epoch) & (before != NOBODY)
+        same_warp = _warp_of(before) == warps
+        unordered = (self._read_warp_epoch[cells] == self.warp_epoch[warps]) & (before != threads)
+        readers = np.where(recent & same_warp & unordered, several_lanes, threads)
+        readers = np.where(recent & ~same_warp, SEVERAL_WARPS, readers)
+        self._reader[cells] = readers
+        kept = self._reader[cells]  # of threads that read a cell in the same instruction, the last
+        clash = kept != readers
+        if clash.any():
+            self._reader[cells[clash]] = several_lanes[clash]
+            clash &= _warp_of(kept) != warps
+            self._reader[cells[clash]] = SEVERAL_WARPS
 
     def check_write(self, addresses, n_bytes, threads):
         cells = self._indices(addresses, n_bytes)
@@ -379,44 +425,44 @@ class Emitter:
         if (shared.cells[cells] != raw[active].view(np.uint16)).any():
             raise RaceError("two threads write different values to the same shared cell in one instruction")
 
-    def _global(self, address, n_bytes, offset):
+    def _global(self, address, n_bytes, offset, use):
         active = self.block_state.mask
         addresses = self._wide(address, np.uint64) + np.uint64(offset)
-        view, offsets = self.block_state.memory.locate(addresses, n_bytes, active)
+        view, offsets = self.block_state.memory.locate(addresses, n_bytes, active, use)
         return view, offsets[:, None] + np.arange(n_bytes), active
 
     def load_global(self, address, kind, count=1, offset=0, *, constant=True):
         n_bytes = self.BYTES[kind] * count
-        view, cells, active = self._global(address, n_bytes, offset)
+        view, cells, active = self._global(address, n_bytes, offset, READ_AS_CONSTANT if constant else READ)
         raw = view[cells].copy()
         raw[~active] = 0
         return self._from_bytes(raw, kind, count)
 
     def load_global_where(self, predicate, address, kind, count=1, offset=0):
         with self.when(predicate):
-            return self.load_global(address, kind, count, offset)
+            return self.load_global(address, kind, count, offset, constant=False)
 
     def store_global(self, address, kind, values, offset=0):
         raw = self._to_bytes(values, kind)
-        view, cells, active = self._global(address, raw.shape[1], offset)
+        view, cells, active = self._global(address, raw.shape[1], offset, WRITTEN)
         view[cells[active]] = raw[active]
 
     def add_global(self, address, values, offset=0):
-        view, cells, active = self._global(address, 4 * len(values), offset)
+        view, cells, active = self._global(address, 4 * len(values), offset, WRITTEN)
         floats = view.view(np.float32)
         for i, value in enumerate(values):
             np.add.at(floats, cells[active, 4 * i] // 4, self._wide(value, np.float32)[active])
 
     def maximum_global(self, address, value):
-        view, cells, active = self._global(address, 4, 0)
+        view, cells, active = self._global(address, 4, 0, WRITTEN)
         np.maximum.at(view.view(np.uint32), cells[active, 0] // 4, self._wide(value, np.uint32)[active])
 
     def add_global_u32(self, address, value):
-        view, cells, active = self._global(address, 4, 0)
+        view, cells, active = self._global(address, 4, 0, WRITTEN)
         np.add.at(view.view(np.uint32), cells[active, 0] // 4, self._wide(value, np.uint32)[active])
 
     def copy_async(self, shared_address, global_address, offset=0):
-        view, cells, active = self._global(global_address, 16, 0)
+        view, cells, active = self._global(global_address, 16, 0, READ_AS_CONSTANT)
         addresses = self._wide(shared_address, np.int64) + offset
         threads = self.block_state.threads[active]
         self.block_state.shared.check_write(addresses[active], 16, threads)

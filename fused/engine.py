@@ -10,13 +10,14 @@ import numpy as np
 from ..arrays import ArrayView
 from ..engines import EngineUnavailable, Explanation
 from ..layout import n_network_params, n_params
-from ..specs import AdamSpec, LossSpec, ModelSpec, OptimizerSpec
+from ..specs import AdamSpec, LossSpec, ModelSpec, OptimizerSpec, round_up
 from .device_status import device_status
 from .driver import Device, DeviceBuffer
 from .driver import device as open_device
 from .encodings import ENCODINGS
 from .gradient_programs import Batch, GradientProgram, make_gradient_program
 from .losses import LOSSES
+from .optimizer_kernels import VECTOR
 from .programs import GradientScaleProgram, InferenceProgram, OptimizerProgram, PartialSums, Toolbox, Workspace
 from .stage_io import GradientOptions, InferenceOptions
 
@@ -70,8 +71,9 @@ class FusedRuntime:
         self.n_params, self.n_network = n_params(spec), n_network_params(spec)
         self.has_table = self.n_params > self.n_network
         owner.use()
-        self._weights = DeviceBuffer(owner, 4 * self.n_params)
-        self._half_weights = DeviceBuffer(owner, 2 * self.n_params)
+        self._padded = round_up(self.n_params, VECTOR)  # optimizer kernels read and write whole vectors
+        self._weights = DeviceBuffer(owner, 4 * self._padded)
+        self._half_weights = DeviceBuffer(owner, 2 * self._padded)
         self._words = DeviceBuffer(owner, 32)
         self._words.upload(np.array([0, 0, 0, 0, 1, 1, 1, 1], np.float32))
         words = self._words.address
@@ -151,7 +153,7 @@ class FusedRuntime:
         if not self.has_table:
             return 0
         if self._table_gradient is None:
-            self._table_gradient = DeviceBuffer(self.device, 4 * (self.n_params - self.n_network))
+            self._table_gradient = DeviceBuffer(self.device, 4 * (self._padded - self.n_network))
             self._table_gradient.fill_zero(self._last_stream)
         return self._table_gradient.address
 
@@ -266,7 +268,7 @@ class FusedRuntime:
         self._learning_rate, self.step = optimizer.learning_rate, 0
         for name in STATE_ARRAYS:
             if name not in self._state:
-                self._state[name] = DeviceBuffer(self.device, 4 * self.n_params)
+                self._state[name] = DeviceBuffer(self.device, 4 * self._padded)
             self._state[name].fill_zero(self._last_stream)
         self._words.upload(np.zeros(2, np.uint32), self._last_stream)  # bad and skipped
         self._programs = {key: p for key, p in self._programs.items() if key[0] not in ("training", "optimizer")}

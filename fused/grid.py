@@ -10,9 +10,11 @@ its hash xor_d (p_d c_d) modulo n. All integer arithmetic wraps modulo 2^32, so 
 
 An *item* is a level. Items with the same kind of index form a group: the fuser runs each group's levels in a loop,
 the level's numbers coming from constant memory. Encoding a level puts F features; its backward pass adds W_c dL/dy to
-the entries and returns through `dx` the sum over features of
+the entries and through `dx`
 
-    dL/dx_d = s w'_d sum over corners of (+1 or -1) prod_{e != d} (w_e or 1 - w_e) <dL/dy, theta[corner]>.
+    dL/dx_d = s w'_d sum over corners of (+1 or -1) prod_{e != d} (w_e or 1 - w_e) <dL/dy, theta[corner]>,
+
+edge by edge along axis 0.
 """
 
 from __future__ import annotations
@@ -139,7 +141,7 @@ def make_grid(target, spec: GridSpec, memory, *, first_column: int, table_gradie
     offset_of = target.constant(np.array([level.offset for level in levels], np.uint32))
     read_input, floor_to_int = memory.read_input, memory.floor_to_int
     read_entry = memory.make_read_entry(n_features)
-    add_entry = memory.make_add_entry(n_features)
+    add_entry, add_entries = memory.make_add_entry(n_features), memory.make_add_entries(n_features)
     put, get = memory.make_put(n_features), memory.make_get(n_features)
     zero_features, sum_of_features = memory.make_zeros(n_features), memory.make_sum(n_features)
     interpolation = make_interpolation(target, spec.interpolation)
@@ -230,22 +232,29 @@ def make_grid(target, spec: GridSpec, memory, *, first_column: int, table_gradie
                 weights[d] = weight(fractions[d])
                 slopes[d] = slope(fractions[d]) * scale
             dy = map_values(multiply, get(place, u32(first_column + item * n_features)), live)
-            for corner in range(n_corners):
+            for edge in range(n_corners // 2):  # the two corners along axis 0, often neighbours in the table
                 unroll()
-                entry_index = u32(index(cells, corner, resolution, n_entries) + offset)
+                corner = 2 * edge
+                lower = u32(index(cells, corner, resolution, n_entries) + offset)
+                upper = u32(index(cells, corner + 1, resolution, n_entries) + offset)
+                across = f32(1)
+                for d in range(1, n_dims):
+                    unroll()
+                    across = across * (weights[d] if (corner >> d) & 1 else f32(1) - weights[d])
                 if table_gradient:
-                    w = f32(1)
-                    for d in range(n_dims):
-                        unroll()
-                        w = w * (weights[d] if (corner >> d) & 1 else f32(1) - weights[d])
-                    add_entry(gradient, entry_index, map_values(multiply, dy, w))
+                    w = across * weights[0]
+                    add_entries(
+                        gradient, lower, upper, map_values(multiply, dy, across - w), map_values(multiply, dy, w)
+                    )
                 if input_gradient:
-                    product = map_values(multiply, dy, read_entry(table, entry_index))
-                    along = sum_of_features(product)
-                    for d in range(n_dims):
+                    below = sum_of_features(map_values(multiply, dy, read_entry(table, lower)))
+                    above = sum_of_features(map_values(multiply, dy, read_entry(table, upper)))
+                    dx[0] = dx[0] + slopes[0] * across * (above - below)
+                    along = below + weights[0] * (above - below)
+                    for d in range(1, n_dims):
                         unroll()
                         w = slopes[d] if (corner >> d) & 1 else -slopes[d]
-                        for other in range(n_dims):
+                        for other in range(1, n_dims):
                             unroll()
                             if other != d:
                                 w = w * (weights[other] if (corner >> other) & 1 else f32(1) - weights[other])

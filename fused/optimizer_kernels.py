@@ -43,48 +43,57 @@ def n_blocks(n_network_params: int, n_params: int) -> int:
 
 
 @functools.cache
-def _make_loads(target: Target, kind: str, count: int):
-    """load(address, index, n_active) -> `count` values from element `index` on; those from n_active on are 0."""
+def _make_load(target: Target, kind: str, count: int):
+    """load(address, index, active) -> `count` values from element `index` on, a multiple of count; 0 where inactive."""
 
     @target.intrinsic(["u64", "u32", "u32"], (kind, count))
-    def load(e, address, index, n_active):
-        place = e.address(address, index, 4)
-        if count == 1:
-            return e.load_global_where(e.less(0, n_active), place, kind)
-        whole = e.less(count - 1, n_active)
-        values = e.load_global_where(whole, place, kind, count)
-        for i in range(count - 1):  # the last few parameters, where no whole vector is left
-            single = e.both(e.less(i, n_active), e.less(n_active, count))
-            (value,) = e.load_global_where(single, place, kind, offset=4 * i)
-            values[i] = e.select(single, value, values[i])
-        return values
+    def load(e, address, index, active):
+        return e.load_global_where(e.less(0, active), e.address(address, index, 4), kind, count)
 
     return load
 
 
 @functools.cache
-def _make_stores(target: Target, kind: str, count: int):
-    """store(address, index, values, n_active): the first n_active of `count` values. Kind "half" rounds to float16."""
+def _make_store(target: Target, kind: str, count: int):
+    """store(address, index, values, active): the inverse. Kind "half" rounds to float16."""
     size, element = (2, "u16") if kind == "half" else (4, kind)
 
     @target.intrinsic(["u64", "u32", ("f32" if kind == "half" else kind, count), "u32"], "void")
-    def store(e, address, index, values, n_active):
-        place = e.address(address, index, size)
-        if kind == "half":
-            pairs = [e.pack_half2(values[i], values[i + 1]) for i in range(0, count - 1, 2)]
-            values = [e.float_to_half(v) for v in values]
-        if count > 1:
-            with e.when(e.less(count - 1, n_active)):
-                if kind == "half":
-                    e.store_global(place, "u32", pairs)
-                else:
-                    e.store_global(place, element, values)
-        for i in range(max(1, count - 1)):
-            single = e.less(i, n_active)
-            with e.when(e.both(single, e.less(n_active, count)) if count > 1 else single):
-                e.store_global(place, element, [values[i]], offset=size * i)
+    def store(e, address, index, values, active):
+        with e.when(e.less(0, active)):
+            place = e.address(address, index, size)
+            if kind != "half":
+                e.store_global(place, element, values)
+            elif count == 1:
+                e.store_global(place, element, [e.float_to_half(values[0])])
+            else:
+                words = [e.pack_half2(values[i], values[i + 1]) for i in range(0, count, 2)]
+                e.store_global(place, "u32", words)
 
     return store
+
+
+@functools.cache
+def _make_user_access(target: Target, count: int):
+    """(load, store) like the above for a float32 vector that ends at `end` and need not be aligned or padded."""
+
+    @target.intrinsic(["u64", "u32", "u32", "u32"], ("f32", count))
+    def load(e, address, index, end, active):
+        place = e.address(address, index, 4)
+        values = []
+        for i in range(count):
+            inside = e.both(e.less(0, active), e.less(e.add(index, i), end))
+            values += e.load_global_where(inside, place, "f32", offset=4 * i)
+        return values
+
+    @target.intrinsic(["u64", "u32", "u32", ("f32", count), "u32"], "void")
+    def store(e, address, index, end, values, active):
+        place = e.address(address, index, 4)
+        for i, value in enumerate(values):
+            with e.when(e.both(e.less(0, active), e.less(e.add(index, i), end))):
+                e.store_global(place, "f32", [value], offset=4 * i)
+
+    return load, store
 
 
 @functools.cache
@@ -126,36 +135,32 @@ def _make_sum_of_warps(target: Target):
 
 @functools.cache
 def _make_to_tuple(target: Target):
-    """A float32 as a fragment of one register, and how many of 4 elements from `index` on lie below `end`."""
+    """(to_tuple, is_below): a float32 as a fragment of one register; 1 where a < b, else 0."""
 
     @target.intrinsic(["f32"], ("f32", 1))
     def to_tuple(e, value):
         return [value]
 
     @target.intrinsic(["u32", "u32"], "u32")
-    def elements_left(e, index, end):
-        left = e.sub(end, e.minimum(index, end))
-        return e.minimum(left, VECTOR)
-
-    @target.intrinsic(["u32", "u32"], "u32")
     def is_below(e, a, b):
         return e.select(e.less(a, b), e.u32(1), e.u32(0))
 
-    return to_tuple, elements_left, is_below
+    return to_tuple, is_below
 
 
 # ------------------------------------------------------------------------------------------------ bodies
 
 
 def _make_body(target: Target, name: str, act: tuple[Callable, Callable, Callable], parameters: tuple) -> KernelBody:
-    """act: for network parameters act(index, g, n_active, extra) with one value, for the encoding's the same with four,
-    and finish(first, extra), called once. `parameters` are the fields of `extra`."""
+    """act: for network parameters act(index, end, g, active, extra) with one value, for the encoding's the same with
+    four, and finish(first, extra), called once. `end` is the number of parameters; the model's own buffers are padded
+    to whole vectors. `parameters` are the fields of `extra`."""
     shared_base = target.dynamic_shared_base()
     thread_index, lane_index, warp_index, block_index, _, _ = make_indices(target)
     sum_of_rows, sum_of_warps = _make_sum_of_rows(target), _make_sum_of_warps(target)
-    to_tuple, elements_left, is_below = _make_to_tuple(target)
-    load_1, load_4 = _make_loads(target, "f32", 1), _make_loads(target, "f32", VECTOR)
-    store_1, store_4 = _make_stores(target, "f32", 1), _make_stores(target, "f32", VECTOR)
+    to_tuple, is_below = _make_to_tuple(target)
+    load_1, load_4 = _make_load(target, "f32", 1), _make_load(target, "f32", VECTOR)
+    store_1, store_4 = _make_store(target, "f32", 1), _make_store(target, "f32", VECTOR)
     block_sum, map_values = make_block_sum(target, THREADS), target.map_fragment
     u32, f32, np_f32 = target.u32, target.f32, np.float32
     rows_a_turn = WARPS * ROWS_AT_ONCE
@@ -182,15 +187,15 @@ def _make_body(target: Target, name: str, act: tuple[Callable, Callable, Callabl
                 total = total + sum_of_rows(partial_sums, row_bytes, first_row, n_partials, index, inside)
                 row = u32(row + u32(rows_a_turn))
             g = to_tuple(sum_of_warps(base, total))
-            act_network(index, g, u32(inside * is_below(warp_index(), u32(1))), extra)
+            act_network(index, n_params, g, u32(inside * is_below(warp_index(), u32(1))), extra)
         else:
             first = u32(u32(u32(block - network_blocks) * u32(THREADS)) + thread_index())
             offset = u32(first * u32(VECTOR))
             index = u32(n_network + offset)
-            n_active = elements_left(index, n_params)
-            g = load_4(table_gradient, offset, n_active)
-            store_4(table_gradient, offset, map_values(zero, g), n_active)
-            act_encoding(index, g, n_active, extra)
+            active = is_below(index, n_params)
+            g = load_4(table_gradient, offset, active)
+            store_4(table_gradient, offset, map_values(zero, g), active)
+            act_encoding(index, n_params, g, active, extra)
         if block == u32(0):
             total, row = f32(0), u32(0)
             while row < n_losses:
@@ -220,7 +225,7 @@ def _make_body(target: Target, name: str, act: tuple[Callable, Callable, Callabl
 def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
     """Adam on all parameters; writes the float32 master and its float16 copy."""
     u32, np_u32, map_values = target.u32, np.uint32, target.map_fragment
-    load_word = _make_loads(target, "u32", 1)
+    load_word = _make_load(target, "u32", 1)
 
     def scaled(g, gradient_scale, given_scale):
         return g * gradient_scale * given_scale
@@ -232,10 +237,10 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
 
     def make_act(is_matrix, count):
         update = make_adam(target, spec, is_matrix)
-        load, load_count = _make_loads(target, "f32", count), _make_loads(target, "u32", count)
-        load_scale = _make_loads(target, "f32", 1)
-        store, store_count = _make_stores(target, "f32", count), _make_stores(target, "u32", count)
-        store_half = _make_stores(target, "half", count)
+        load, load_count = _make_load(target, "f32", count), _make_load(target, "u32", count)
+        load_scale = _make_load(target, "f32", 1)
+        store, store_count = _make_store(target, "f32", count), _make_store(target, "u32", count)
+        store_half = _make_store(target, "half", count)
         skips_zero = spec.skip_zero_grad_non_matrix_params and not is_matrix
 
         @target.intrinsic([("f32", count)], "u32")
@@ -245,20 +250,20 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
                 found = e.or_(found, e.and_(e.float_to_bits(value), 0x7FFFFFFF))
             return e.select(e.equal(found, 0), e.u32(0), e.u32(1))
 
-        def act(index, g, n_active, extra):
+        def act(index, end, g, active, extra):
             weights, half_weights, m, v, steps, learning_rate, step, gradient_scale, scales, bad, mark, skipped = extra
-            n_active = u32(n_active * differ(load_word(bad, u32(0), u32(1))[0], mark))
+            active = u32(active * differ(load_word(bad, u32(0), u32(1))[0], mark))
             if skips_zero:
-                n_active = u32(n_active * any_nonzero(g))
+                active = u32(active * any_nonzero(g))
             g = map_values(scaled, g, gradient_scale, load_scale(scales, u32(1), u32(1))[0])
-            w_old, m_old = load(weights, index, n_active), load(m, index, n_active)
-            v_old, k_old = load(v, index, n_active), load_count(steps, index, n_active)
+            w_old, m_old = load(weights, index, active), load(m, index, active)
+            v_old, k_old = load(v, index, active), load_count(steps, index, active)
             w_new, m_new, v_new, k_new = map_values(update, g, w_old, m_old, v_old, k_old, learning_rate, step)
-            store(weights, index, w_new, n_active)
-            store_half(half_weights, index, w_new, n_active)
-            store(m, index, m_new, n_active)
-            store(v, index, v_new, n_active)
-            store_count(steps, index, k_new, n_active)
+            store(weights, index, w_new, active)
+            store_half(half_weights, index, w_new, active)
+            store(m, index, m_new, active)
+            store(v, index, v_new, active)
+            store_count(steps, index, k_new, active)
 
         return target.device(act)
 
@@ -297,7 +302,7 @@ def make_adam_kernel(target: Target, spec: AdamSpec) -> KernelBody:
 def make_collect_kernel(target: Target) -> KernelBody:
     """The gradient of all parameters as one float32 vector, plus what was there if asked."""
     u32, map_values = target.u32, target.map_fragment
-    load_scale = _make_loads(target, "f32", 1)
+    load_scale = _make_load(target, "f32", 1)
 
     def multiply_add(g, old, gradient_scale, given_scale):
         return g * gradient_scale * given_scale + old
@@ -305,13 +310,13 @@ def make_collect_kernel(target: Target) -> KernelBody:
     multiply_add = target.scalar(multiply_add)
 
     def make_act(count):
-        load, store = _make_loads(target, "f32", count), _make_stores(target, "f32", count)
+        load, store = _make_user_access(target, count)
 
-        def act(index, g, n_active, extra):
+        def act(index, end, g, active, extra):
             gradients, accumulate, gradient_scale, scales = extra
-            old = load(gradients, index, u32(n_active * accumulate))
+            old = load(gradients, index, end, u32(active * accumulate))
             given_scale = load_scale(scales, u32(1), u32(1))[0]
-            store(gradients, index, map_values(multiply_add, g, old, gradient_scale, given_scale), n_active)
+            store(gradients, index, end, map_values(multiply_add, g, old, gradient_scale, given_scale), active)
 
         return target.device(act)
 

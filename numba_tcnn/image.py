@@ -3,8 +3,8 @@
 Each training step sees random points of [0, 1]² and the photo's colours there, interpolated bilinearly. Nothing of
 the photo is stored but the network's parameters; the learned picture is the network's answer at all pixel centres.
 
-On a GPU the points of a batch must not come from the host one by one: `BatchSource` keeps a pool of batches in device
-memory, hands them out in turn, and replaces one now and then between the timed stretches of training.
+On a GPU the points of a batch must not come from the host one by one: `BatchSource` draws a pool of batches (4 million
+points, several a pixel), keeps it in device memory and hands its batches out in turn.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class BatchSource:
         self.batch = batch
         self.random = np.random.default_rng(seed)
         self.pool: list[tuple[Any, Any]] = []
-        self.next_to_use = self.next_to_replace = 0
+        self.next_to_use = 0
 
     def draw(self) -> tuple[np.ndarray, np.ndarray]:
         points = self.random.random((self.batch, 2), np.float32)
@@ -136,9 +136,6 @@ class BatchSource:
             return [self.draw() for _ in range(n)]
         if not self.pool:
             self.pool = [self.draw_on_device() for _ in range(max(1, min(POOL_BATCHES, POOL_ROWS // self.batch)))]
-        else:
-            self.pool[self.next_to_replace] = self.draw_on_device()
-            self.next_to_replace = (self.next_to_replace + 1) % len(self.pool)
         taken = [self.pool[(self.next_to_use + i) % len(self.pool)] for i in range(n)]
         self.next_to_use = (self.next_to_use + n) % len(self.pool)
         return taken
