@@ -2,63 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import numpy as np
 
-from numba_tcnn.fused import emulator, fuser, optimizer_kernels, stage_io
+from numba_tcnn.fused import emulator, fuser, gradient_scale_kernels, optimizer_kernels
 from numba_tcnn.fused.keepers import saved_units
 from numba_tcnn.fused.plan import KernelPlan, StagedPlan
+from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions, KernelBody
 from numba_tcnn.fused.target import EmulatorTarget
 from numba_tcnn.layout import n_network_params, n_params
-from numba_tcnn.specs import ModelSpec
+from numba_tcnn.specs import AdamSpec, ModelSpec
+
+KINDS = {"u32": lambda v: np.uint32(int(v) & 0xFFFFFFFF), "u64": np.uint64, "f32": np.float32}
+
+
+def identity_of(value: object) -> object:
+    """What tells two values apart that a closure may capture: equal for equal numbers, the object itself otherwise."""
+    if isinstance(value, bool | int | float | np.generic):
+        return type(value), repr(value)
+    return value
+
+
+class CompileOnceTarget(EmulatorTarget):
+    """The emulator's target, keeping what it compiled: a scalar function is told by its code and what it captures.
+
+    Compiling them is most of an emulated kernel's time, and every kernel asks for the same few dozen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._compiled: dict[tuple, Callable] = {}
+
+    def _once(self, compile_function: Callable, function: Callable) -> Callable:
+        captured = tuple(identity_of(cell.cell_contents) for cell in function.__closure__ or ())
+        key = (compile_function, function.__code__, captured)
+        if key not in self._compiled:
+            self._compiled[key] = compile_function(function)
+        return self._compiled[key]
+
+    def scalar(self, function: Callable) -> Callable:
+        return self._once(super().scalar, function)
+
+    def scalar_part(self, function: Callable) -> Callable:
+        return self._once(super().scalar_part, function)
+
+
+TARGET = CompileOnceTarget()
+
+
+def run_kernel(
+    memory: emulator.GlobalMemory,
+    body: KernelBody,
+    values: Sequence | Mapping,
+    *,
+    threads: int,
+    shared_bytes: int,
+    n_blocks: int,
+    n_rows: int = 1,
+) -> None:
+    """All blocks of a launch. `values` by position in `body.parameters`, or by name. The body is one of `TARGET`."""
+    if isinstance(values, Mapping):
+        values = [values[name] for name, _ in body.parameters]
+    typed = [KINDS[kind](value) for (_, kind), value in zip(body.parameters, values, strict=True)]
+    arguments = typed[: len(body.own)]
+    if body.bundle:
+        arguments.append(tuple(typed[len(body.own) :]))
+    memory.begin_launch()
+    with np.errstate(all="ignore"):
+        for row in range(n_rows):
+            for block in range(n_blocks):
+                TARGET.block = emulator.Block(
+                    memory, threads, shared_bytes, block=block, n_blocks=n_blocks, block_row=row
+                )
+                body.function(*arguments)
 
 
 class EmulatedModel:
-    """A model's parameters and buffers in emulated global memory; every buffer starts poisoned with NaN."""
+    """A model's parameters and buffers in emulated global memory; every buffer starts poisoned with NaN.
 
-    def __init__(self, spec: ModelSpec, params: np.ndarray):
-        self.spec = spec
+    misaligned   whether inputs start at an address that is no multiple of 16
+    """
+
+    def __init__(self, spec: ModelSpec, params: np.ndarray, *, misaligned: bool = False):
+        self.spec, self.misaligned = spec, misaligned
         self.memory = emulator.GlobalMemory()
         self.n_network, self.n_params = n_network_params(spec), n_params(spec)
         self.weights = params.astype(np.float32)
         self.half_weights = self.weights.astype(np.float16)
         self.table_gradient = np.zeros(max(self.n_params - self.n_network, 4), np.float32)
-        self.parameters = self.memory.place(self.half_weights)
-        self.table = self.parameters + 2 * self.n_network
         self.bad, self.skipped = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+        parameters = self.memory.place(self.half_weights)
+        self.constants = {
+            "parameters": parameters,
+            "table": parameters + 2 * self.n_network,
+            "table_gradient": self.memory.place(self.table_gradient),
+            "bad": self.memory.place(self.bad),
+            "skipped": self.memory.place(self.skipped),
+            "mark": 1,
+            "n_network": self.n_network,
+            "n_params": self.n_params,
+        }
 
     def place(self, array: np.ndarray) -> int:
         return self.memory.place(array)
 
-    def io(self, x: np.ndarray, **given) -> tuple:
-        fields = dict.fromkeys(stage_io.IO, 0)
-        fields |= {"parameters": self.parameters, "table": self.table, "x": self.place(x), "batch": np.uint32(len(x))}
-        fields |= {"x_stride": np.uint32(x.strides[0]), "table_gradient": self.place(self.table_gradient)}
-        fields |= given
-        return tuple(
-            np.uint64(fields[name]) if stage_io.IO_TYPES[name] == "u64" else np.uint32(fields[name])
-            for name in stage_io.IO
-        )
+    def matrix(self, name: str, array: np.ndarray, *, misaligned: bool = False) -> dict[str, int]:
+        """Arguments `name` and `name`_stride for a matrix in memory."""
+        if misaligned:
+            size = array.dtype.itemsize
+            shifted = np.zeros(array.size + 1, array.dtype)
+            shifted[1:] = array.ravel()
+            return {name: self.place(shifted) + size, f"{name}_stride": array.strides[0]}
+        return {name: self.place(array), f"{name}_stride": array.strides[0]}
 
-    def run(self, make_body, plan, *arguments, n_blocks: int, n_rows: int = 1, threads: int | None = None):
-        """Make a kernel for the emulator and run its blocks. `make_body(target)`; plan None: no tiles."""
-        target = EmulatorTarget()
-        body = make_body(target)
-        shared = plan.shared_bytes if plan else 4096
-        for row in range(n_rows):
-            for block in range(n_blocks):
-                target.block = emulator.Block(
-                    self.memory, threads or plan.threads, shared, block=block, n_blocks=n_blocks, block_row=row
-                )
-                body.function(*arguments)
+    def run(self, make_body: Callable, plan: KernelPlan | None, n_blocks: int, n_rows: int = 1, **arguments) -> None:
+        """Make a kernel and run its blocks; plan None: one of the element-wise kernels, with 256 threads."""
+        body = make_body(TARGET)
+        values = dict.fromkeys((name for name, _ in body.parameters), 0) | self.constants | arguments
+        run_kernel(
+            self.memory, body, values, n_blocks=n_blocks, n_rows=n_rows,
+            threads=plan.threads if plan else optimizer_kernels.THREADS,
+            shared_bytes=plan.shared_bytes if plan else optimizer_kernels.SHARED_BYTES,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------ whole jobs
-    def inference(self, x: np.ndarray, plan: KernelPlan, options: stage_io.InferenceOptions, n_blocks: int = 2):
+    def inference(self, x: np.ndarray, plan: KernelPlan, options: InferenceOptions, n_blocks: int = 2) -> np.ndarray:
         out = np.full((len(x), self.spec.n_output_dims), np.nan, options.output_dtype)
-        n_tiles = -(-len(x) // plan.tile_rows)
-        io = self.io(x, y=self.place(out), y_stride=out.strides[0])
         self.run(
             lambda target: fuser.make_inference_kernel(target, self.spec, plan, options),
-            plan, np.uint32(n_tiles), io, n_blocks=n_blocks,
+            plan, n_blocks, n_tiles=-(-len(x) // plan.tile_rows), batch=len(x),
+            **self.matrix("x", x, misaligned=self.misaligned), **self.matrix("y", out),
         )  # fmt: skip
         return out
 
@@ -67,71 +141,136 @@ class EmulatedModel:
         x: np.ndarray,
         y: np.ndarray,
         plan: KernelPlan | StagedPlan,
-        options: stage_io.GradientOptions,
+        options: GradientOptions,
         *,
         density: np.ndarray | None = None,
         scales: tuple[float, float] | None = None,
         n_blocks: int = 2,
         chunk_rows: int | None = None,
-    ):
-        """(sum of loss values, dL/dparams, dL/dx), all times scales[1] (default: the loss's 1 / (n_out batch))."""
+        into: np.ndarray | None = None,
+    ) -> tuple[float, np.ndarray, np.ndarray]:
+        """(loss, dL/dparams, dL/dx).
+
+        scales       factor of given output gradients and factor of results; default: that of the loss's mean
+        chunk_rows   samples of a chunk of a staged plan; default: all
+        into         gradients to add to
+        """
         mean = 1.0 / (self.spec.n_output_dims * len(x))
         factors = np.array(scales or (1.0, mean), np.float32)
         dx = np.full((len(x), self.spec.n_input_dims), np.nan, np.float32)
-        losses = np.full(64, np.nan, np.float32)
+        n_chunks = -(-len(x) // (chunk_rows or len(x)))
+        losses = np.full(n_blocks * n_chunks, np.nan, np.float32)
         partial = np.full((n_blocks, max(self.n_network, 4)), np.nan, np.float32)
         self.bad[:] = 0
-        given = {"y": self.place(y), "y_stride": y.strides[0], "scales": self.place(factors)}
-        given |= {"dx": self.place(dx), "dx_stride": dx.strides[0]}
+        given = self.matrix("x", x, misaligned=self.misaligned) | self.matrix("y", y) | self.matrix("dx", dx)
+        given |= {"scales": self.place(factors), "losses": self.place(losses), "batch": len(x)}
+        given |= {"partial_sums": self.place(partial), "row_bytes": partial.strides[0]}
         if density is not None:
-            given |= {"density": self.place(density), "density_stride": density.strides[0]}
-        partial_address, bad = self.place(partial), self.place(self.bad)
-        row_bytes, losses_address = np.uint32(partial.strides[0]), self.place(losses)
-        if isinstance(plan, KernelPlan):
-            n_tiles = -(-len(x) // plan.tile_rows)
+            given |= self.matrix("density", density)
+        n_partials, n_losses = n_blocks, n_blocks * n_chunks
+        if self.spec.network is None:
+            self.run(
+                lambda target: fuser.make_encoding_gradient_kernel(target, self.spec, plan, options),
+                plan, n_blocks, n_tiles=-(-len(x) // plan.tile_rows), **given,
+            )  # fmt: skip
+            n_partials = n_losses = 0
+        elif isinstance(plan, KernelPlan):
             self.run(
                 lambda target: fuser.make_single_gradient_kernel(target, self.spec, plan, options),
-                plan, np.uint32(n_tiles), partial_address, row_bytes, losses_address, bad, np.uint32(1),
-                self.io(x, **given), n_blocks=n_blocks,
+                plan, n_blocks, n_tiles=-(-len(x) // plan.tile_rows), **given,
             )  # fmt: skip
-            n_losses = n_blocks
         else:
-            n_losses = self._staged(x, y, plan, options, given, partial_address, row_bytes, losses_address, bad,
-                                    density, dx, n_blocks, chunk_rows or len(x))  # fmt: skip
-        gradients = np.full(self.n_params, np.nan, np.float32)
+            self._staged(plan, options, given, n_blocks, chunk_rows or len(x))
+        gradients = np.full(self.n_params, np.nan, np.float32) if into is None else into
         loss = np.full(1, np.nan, np.float32)
         self.run(
-            optimizer_kernels.make_collect_kernel, None,
-            np.uint32(self.n_network), np.uint32(self.n_params), np.uint32(n_blocks), partial_address, row_bytes,
-            self.place(self.table_gradient), losses_address, np.uint32(n_losses), self.place(loss), np.float32(mean),
-            (self.place(gradients), np.uint32(0), np.float32(1), self.place(factors)),
-            n_blocks=optimizer_kernels.n_blocks(self.n_network, self.n_params), threads=optimizer_kernels.THREADS,
+            optimizer_kernels.make_collect_kernel, None, optimizer_kernels.n_blocks(self.n_network, self.n_params),
+            n_partials=n_partials, partial_sums=given["partial_sums"], row_bytes=given["row_bytes"],
+            losses=given["losses"], n_losses=n_losses, loss=self.place(loss), loss_scale=mean,
+            gradients=self.place(gradients), accumulate=int(into is not None), gradient_scale=1.0,
+            scales=given["scales"],
         )  # fmt: skip
         return float(loss[0]), gradients, dx
 
-    def _staged(self, x, y, plan, options, given, partial, row_bytes, losses, bad, density, dx, n_blocks, chunk_rows):
-        propagate = plan.propagate
+    def _staged(self, plan: StagedPlan, options: GradientOptions, given: dict, n_blocks: int, chunk_rows: int) -> None:
+        propagate, batch = plan.propagate, given["batch"]
         n_slots = -(-chunk_rows // propagate.tile_rows) * propagate.warps
         saved = np.full(n_slots * saved_units(self.spec, propagate.rows)[2] * 32, 0xFFFFFFFF, np.uint32)
-        saved_address = self.place(saved)
-        for chunk, start in enumerate(range(0, len(x), chunk_rows)):
-            rows = slice(start, min(start + chunk_rows, len(x)))
-            n_rows = rows.stop - rows.start
+        given = given | {"saved": self.place(saved), "n_slots": n_slots}
+        for chunk, start in enumerate(range(0, batch, chunk_rows)):
+            n_rows = min(chunk_rows, batch - start)
             n_tiles = -(-n_rows // propagate.tile_rows)
-            fields = given | {"saved": saved_address, "n_slots": n_slots, "batch": n_rows}
-            fields |= {"y": given["y"] + start * y.strides[0], "dx": given["dx"] + start * dx.strides[0]}
-            if density is not None:
-                fields["density"] = given["density"] + start * density.strides[0]
-            io = list(self.io(x, **fields))
-            io[stage_io.X] = io[stage_io.X] + np.uint64(start * x.strides[0])
+            fields = given | {"batch": n_rows, "losses": given["losses"] + 4 * chunk * n_blocks}
+            for name in ("x", "y", "dx", "density"):
+                if name in given:
+                    fields[name] = given[name] + start * given[f"{name}_stride"]
             self.run(
-                lambda target: fuser.make_propagate_kernel(target, self.spec, propagate, options), propagate,
-                np.uint32(n_tiles), losses + 4 * chunk * n_blocks, tuple(io), n_blocks=n_blocks,
+                lambda target: fuser.make_propagate_kernel(target, self.spec, propagate, options),
+                propagate, n_blocks, n_tiles=n_tiles, **fields,
             )  # fmt: skip
             for kernel_plan, layers in plan.weight_gradients:
                 self.run(
                     lambda target, p=kernel_plan, l=layers: fuser.make_weight_gradient_kernel(target, self.spec, p, l),
-                    kernel_plan, saved_address, np.uint32(n_slots), np.uint32(n_tiles), partial, row_bytes,
-                    np.uint32(chunk > 0), bad, np.uint32(1), n_blocks=n_blocks, n_rows=len(layers),
+                    kernel_plan, n_blocks, len(layers), n_tiles=n_tiles, accumulate=int(chunk > 0), **fields,
                 )  # fmt: skip
-        return (chunk + 1) * n_blocks
+
+    def gradient_scales(self, dL_dy: np.ndarray, n_blocks: int = 3) -> np.ndarray:
+        """The two factors for given output gradients, float32 [2]."""
+        maximum, scales = np.zeros(1, np.uint32), np.full(2, np.nan, np.float32)
+        places = {"maximum": self.place(maximum), "scales": self.place(scales)}
+        self.run(
+            lambda target: gradient_scale_kernels.make_largest_gradient_kernel(target, dL_dy.dtype.name),
+            None, n_blocks, batch=len(dL_dy), n_columns=dL_dy.shape[1], **self.matrix("y", dL_dy), **places,
+        )  # fmt: skip
+        self.run(gradient_scale_kernels.make_write_scales_kernel, None, 1, **places)
+        return scales
+
+
+class EmulatedAdam:
+    """Adam's kernel on a vector of parameters, the first `n_network` of them matrices, with gradients as partial sums
+    of `n_partials` blocks and a table gradient."""
+
+    def __init__(self, spec: AdamSpec, params: np.ndarray, n_network: int):
+        self.spec, self.n_network = spec, n_network
+        self.memory = emulator.GlobalMemory()
+        self.weights = params.astype(np.float32)
+        self.half_weights = self.weights.astype(np.float16)
+        self.first_moments, self.second_moments = np.zeros_like(self.weights), np.zeros_like(self.weights)
+        self.param_steps = np.zeros(len(params), np.uint32)
+        self.bad, self.skipped, self.step_count = np.zeros(1, np.uint32), np.zeros(1, np.uint32), 0
+        arrays = (
+            "weights", "half_weights", "first_moments", "second_moments", "param_steps", "bad", "skipped",
+        )  # fmt: skip
+        self.places = {name: self.memory.place(getattr(self, name)) for name in arrays}
+
+    def step(
+        self,
+        partial_sums: np.ndarray,
+        table_gradient: np.ndarray,
+        *,
+        gradient_scale: float = 1.0,
+        given_scale: float = 1.0,
+        losses: np.ndarray | None = None,
+        loss_scale: float = 1.0,
+        learning_rate: float | None = None,
+        mark: int = 1,
+    ) -> float:
+        """One launch; the loss. The gradient is gradient_scale * given_scale times the sums."""
+        self.step_count += 1
+        losses = np.zeros(1, np.float32) if losses is None else losses
+        loss, scales = np.full(1, np.nan, np.float32), np.array([np.nan, given_scale], np.float32)
+        place = self.memory.place
+        values = self.places | {
+            "n_network": self.n_network, "n_params": len(self.weights), "n_partials": len(partial_sums),
+            "partial_sums": place(partial_sums), "row_bytes": partial_sums.strides[0],
+            "table_gradient": place(table_gradient), "losses": place(losses), "n_losses": len(losses),
+            "loss": place(loss), "loss_scale": loss_scale, "step": self.step_count,
+            "learning_rate": self.spec.learning_rate if learning_rate is None else learning_rate,
+            "gradient_scale": gradient_scale, "scales": place(scales), "mark": mark,
+        }  # fmt: skip
+        run_kernel(
+            self.memory, optimizer_kernels.make_adam_kernel(TARGET, self.spec), values,
+            threads=optimizer_kernels.THREADS, shared_bytes=optimizer_kernels.SHARED_BYTES,
+            n_blocks=optimizer_kernels.n_blocks(self.n_network, len(self.weights)),
+        )  # fmt: skip
+        return float(loss[0])
