@@ -1,0 +1,232 @@
+"""Explains, sample by sample, why two right implementations of a ReLU network can have different gradients.
+
+A hidden unit passes its gradient where its pre-activation z is positive (LeakyReLU: passes all of it, else 1/100).
+Where |z| is within rounding of 0, one implementation may find it positive and the other not: both are right, and the
+gradient of that one sample differs by per cents. This module admits that explanation only where it holds. A sample
+whose gradient differs must have units whose z, computed in float64 from the rounded inputs of the layer, lies within
+
+    |z| <= n 2^-22 sum_i |w_i h_i|  +  sum_i |w_i| ulp(h_i)  +  2^-24            (n = fan_in)
+
+and the reference's gradient with some of exactly these gates flipped must agree with the observed one. The terms are:
+two float32 sums of n products, each addition off by at most 2^-23 of sum |w_i h_i| (tensor cores truncate; NumPy
+rounds, which is half of that); inputs that the two implementations round to neighbouring float16 numbers; and the
+smallest float16, below which a stored h = max(z, 0) vanishes.
+
+What is compared in the end is everything: flipped samples count against the reference with the same gates flipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+
+from numba_tcnn.reference.encodings import encode_padded
+from numba_tcnn.reference.mlp import Trace
+from numba_tcnn.reference.model import Gradients, Model
+
+SUSPICIOUS = 5e-4
+"""Relative difference of one sample's gradient above which flipped gates are tried: half of a float16's precision.
+Below it, a flip is too small to matter for any sum."""
+
+UNEXPLAINED = 5e-3
+"""A sample that still differs by more, whatever the gates, is wrong."""
+
+CONVINCING = 1 / 3
+"""A flip is believed where it removes at least two thirds of the difference."""
+
+MAX_FLIPS = 3
+MAX_TRIALS = 100
+"""Combinations of gates tried for a sample that differs, but by less than `UNEXPLAINED`."""
+TRIALS_AT_ONCE = 1 << 14
+
+CLOSED = {"ReLU": 0.0, "LeakyReLU": 0.01}
+"""Derivative of a closed gate, by activation; that of an open one is 1. Other activations have no gates."""
+
+Place = tuple[int, int]
+"""A gate of a sample: (layer, unit)."""
+
+
+def float16_ulp(values: np.ndarray) -> np.ndarray:
+    """Distance to the next float16 of values that are float16 numbers."""
+    return np.spacing(np.abs(values).astype(np.float16)).astype(np.float64)
+
+
+class GatedPass:
+    """The reference's forward pass over some samples, and its backward passes with chosen gates flipped."""
+
+    def __init__(self, model: Model, x: np.ndarray):
+        self.model, self.network = model, model.network
+        x = model.precision.array(x)
+        width = model.spec.encoding_width
+        features, self.context = encode_padded(model.encoding, x, model.encoding_params, width)
+        features = model.precision.store(features)
+        self.y, self.trace = self.network.forward(features, model.network_params)
+        names = (model.spec.network.activation, model.spec.network.output_activation)
+        self.closed = [CLOSED.get(names[0])] * len(self.trace.gates) + [CLOSED.get(names[1])]
+
+    def no_flips(self) -> list[np.ndarray]:
+        shapes = [h.shape for h in self.trace.inputs[1:]] + [self.trace.z_out.shape]
+        return [np.zeros(shape, bool) for shape in shapes]
+
+    def ambiguous(self) -> list[np.ndarray]:
+        """For every layer, which gates [batch, fan_out] may be found open or closed by a right implementation."""
+        result = self.no_flips()
+        weights = self.network.matrices(self.model.network_params)
+        for l, (h, w) in enumerate(zip(self.trace.inputs, weights, strict=True)):
+            if self.closed[l] is None:
+                continue
+            exact, w = h.astype(np.float64), w.astype(np.float64).T
+            bound = 2.0**-22 * len(w) * (np.abs(exact) @ np.abs(w)) + float16_ulp(h) @ np.abs(w) + 2.0**-24
+            result[l] = np.abs(exact @ w) <= bound
+        return result
+
+    def backward(self, dL_dy: np.ndarray, flips: list[np.ndarray], *, params: bool = False) -> Pass:
+        """Gradients for dL/dy [batch, n_output_dims] as it is, without a scale of its own."""
+        trace, model = self.trace, self.model
+        gates = []
+        for l, flip in enumerate(flips[:-1]):
+            gate = self.network.hidden_derivative(trace, l)
+            gates.append(gate if self.closed[l] is None else np.where(flip, 1 + self.closed[l] - gate, gate))
+        z_out = np.where(flips[-1], np.where(trace.z_out > 0, -1, 1), trace.z_out).astype(trace.z_out.dtype)
+        flat = np.zeros(len(model.params), model.precision.compute) if params else None
+        network_gradient = table_gradient = None
+        if params:
+            network_gradient, table_gradient = np.split(flat, [model.n_network_params])
+        changed = Trace(trace.inputs, gates, z_out)
+        features = self.network.backward(changed, model.network_params, dL_dy, network_gradient, True)
+        features = features[:, : model.encoding.spec.n_output_dims]
+        dx = np.zeros((len(dL_dy), model.spec.n_input_dims), model.precision.compute)
+        table_gradient = table_gradient if len(model.encoding_params) else None
+        model.encoding.backward(self.context, model.encoding_params, features, table_gradient, dx)
+        return Pass(flat, features, dx)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """dL/dparams, flat; dL/dfeatures [batch, encoding's own columns]; dL/dx [batch, n_input_dims]."""
+
+    params: np.ndarray | None
+    features: np.ndarray
+    input: np.ndarray
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was found.
+
+    rows          samples with flipped gates, and `flips`, which: for every layer [len(rows), fan_out]
+    n_suspicious  samples that differed enough to look
+    unexplained   samples that differ by more than `UNEXPLAINED` under every assignment of their ambiguous gates
+    """
+
+    rows: np.ndarray
+    flips: list[np.ndarray]
+    n_suspicious: int
+    unexplained: np.ndarray
+
+    def apply(
+        self, gradients: Gradients, model: Model, x: np.ndarray, dL_dy: np.ndarray, factor: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(dL/dparams, dL/dx) of the reference with these gates flipped, from `gradients` without.
+
+        dL_dy [batch, n_output_dims] is what the backward pass starts from, `factor` multiplies its result.
+        """
+        params, dx = gradients.params.copy(), gradients.input.copy()
+        if len(self.rows):
+            samples = GatedPass(model, x[self.rows])
+            before = samples.backward(dL_dy[self.rows], samples.no_flips(), params=True)
+            after = samples.backward(dL_dy[self.rows], self.flips, params=True)
+            params += (after.params - before.params) * np.float32(factor)
+            dx[self.rows] = after.input * np.float32(factor)
+        return params, dx
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray, typical: float) -> np.ndarray:
+    """|a - b| of every row, relative to |b| or to `typical`, whichever is larger; infinite where both are 0."""
+    difference = np.linalg.norm(a - b, axis=1)
+    size = np.maximum(np.linalg.norm(b, axis=1), typical)
+    return np.where(difference == 0, 0, np.divide(difference, size, out=np.full(len(a), np.inf), where=size > 0))
+
+
+def explain_rows(
+    model: Model, x: np.ndarray, dL_dy: np.ndarray, observed: np.ndarray, *, of: str = "input"
+) -> Explanation:
+    """Find the gates that an implementation found different, from its gradients of every sample.
+
+    dL_dy     [batch, n_output_dims] as the backward pass starts from it (scaled so that float16 can hold it)
+    observed  the implementation's gradients, with the same scale: dL/dx, or dL/dfeatures with of="features"
+    """
+
+    def gradients(rows: np.ndarray, flips: list[np.ndarray] | None = None) -> np.ndarray:
+        samples = GatedPass(model, x[rows])
+        return getattr(samples.backward(dL_dy[rows], flips or samples.no_flips()), of)
+
+    batch = np.arange(len(x))
+    expected = np.concatenate([gradients(batch[i : i + TRIALS_AT_ONCE]) for i in range(0, len(x), TRIALS_AT_ONCE)])
+    observed = observed.astype(np.float32)
+    typical = float(np.sqrt(np.mean(np.sum(np.square(expected, dtype=np.float64), axis=1))))
+    first = relative_difference(observed, expected, typical)
+    suspects = np.flatnonzero(~(first <= SUSPICIOUS))  # NaN too
+    best_error, best = first.copy(), dict.fromkeys(suspects.tolist(), ())
+    places = ambiguous_places(model, x, suspects)
+
+    for n_flips in range(1, MAX_FLIPS + 1):
+        trials = (
+            (row, chosen)
+            for row in best
+            if not best_error[row] <= (SUSPICIOUS if comb(len(places[row]), n_flips) <= MAX_TRIALS else UNEXPLAINED)
+            for chosen in combinations(places[row], n_flips)
+        )
+        for some in in_groups(trials, TRIALS_AT_ONCE):
+            rows = np.array([row for row, _ in some])
+            flips = flip_arrays(model, [chosen for _, chosen in some])
+            errors = relative_difference(observed[rows], gradients(rows, flips), typical)
+            for (row, chosen), error in zip(some, errors, strict=True):
+                if error < best_error[row]:
+                    best_error[row], best[row] = error, chosen
+
+    flipped = [row for row in best if best[row] and best_error[row] <= CONVINCING * first[row]]
+    final = first.copy()
+    final[flipped] = best_error[flipped]
+    return Explanation(
+        np.array(flipped, np.intp),
+        flip_arrays(model, [best[row] for row in flipped]),
+        len(suspects),
+        np.flatnonzero(~(final <= UNEXPLAINED)),
+    )
+
+
+def ambiguous_places(model: Model, x: np.ndarray, rows: np.ndarray) -> dict[int, list[Place]]:
+    """The ambiguous gates of each of these samples."""
+    places: dict[int, list[Place]] = {int(row): [] for row in rows}
+    for start in range(0, len(rows), TRIALS_AT_ONCE):
+        some = rows[start : start + TRIALS_AT_ONCE]
+        for l, marked in enumerate(GatedPass(model, x[some]).ambiguous()):
+            for i, unit in zip(*np.nonzero(marked), strict=True):
+                places[int(some[i])].append((l, int(unit)))
+    return places
+
+
+def flip_arrays(model: Model, chosen: list[tuple[Place, ...]]) -> list[np.ndarray]:
+    """For every layer [len(chosen), fan_out], True at the chosen gates of each sample."""
+    widths = [len(weights) for weights in model.network.matrices(model.network_params)]
+    flips = [np.zeros((len(chosen), width), bool) for width in widths]
+    for i, places in enumerate(chosen):
+        for l, unit in places:
+            flips[l][i, unit] = True
+    return flips
+
+
+def in_groups(items: Iterator, size: int) -> Iterator[list]:
+    group = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
