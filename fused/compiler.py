@@ -57,7 +57,7 @@ def _compile(make_body, capability, threads: int, min_blocks: int, start: float)
 
     body = make_body(cuda_target(10 * capability[0] + capability[1]))
     text, entry = numba_bridge.kernel_to_ptx(
-        body.function, body.parameters, len(body.own), capability, threads=threads, min_blocks=min_blocks
+        body.name, body.function, body.parameters, len(body.own), capability, threads=threads, min_blocks=min_blocks
     )
     cubin, log = assemble(text, capability)
     return CompiledKernel(

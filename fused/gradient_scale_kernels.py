@@ -66,7 +66,7 @@ def make_write_scales_kernel(target: Target) -> KernelBody:
     @target.intrinsic(["u64", "u64"], "void")
     def write(e, maximum, scales):
         exponent = e.shr(e.load_global(maximum, "u32", constant=False)[0], 23)
-        usable = e.both(e.less(3, exponent), e.less(exponent, 255))
+        usable = e.both(e.less(0, exponent), e.less(exponent, 255))
         # 2^k has the biased exponent 127 + 3 - (exponent - 127)
         up = e.minimum(e.select(usable, e.sub(257, exponent), e.u32(127)), 253)
         with e.when(e.equal(e.thread(), 0)):

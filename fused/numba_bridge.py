@@ -72,25 +72,25 @@ def _without_device(capability: tuple):
         yield
 
 
-def _kernel_with_flat_parameters(function, parameters, n_own: int):
-    """`function(*own, io)` as a kernel whose parameters are all scalars; `io` is the tuple of those behind `n_own`."""
+def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int):
+    """`function(*own, io)` as a kernel `name` of scalar parameters; `io` is the tuple of those behind `n_own`."""
     names = [name for name, _ in parameters]
     arguments = names[:n_own]
     if n_own < len(names):
         arguments = [*arguments, f"({', '.join(names[n_own:])},)"]
     namespace = {"body": cuda.jit(device=True, fastmath=True)(function)}
-    exec(f"def kernel({', '.join(names)}):\n    body({', '.join(arguments)})", namespace)
-    return namespace["kernel"]
+    exec(f"def {name}({', '.join(names)}):\n    body({', '.join(arguments)})", namespace)
+    return namespace[name]
 
 
-def kernel_to_ptx(function, parameters, n_own: int, capability: tuple, *, threads: int, min_blocks: int):
-    """Compile a plain Python function as a kernel. Returns (PTX, entry name); calls no driver.
+def kernel_to_ptx(name: str, function, parameters, n_own: int, capability: tuple, *, threads: int, min_blocks: int):
+    """Compile a plain Python function as a kernel `name`. Returns (PTX, entry name); calls no driver.
 
     parameters   (name, kind) of all, flat; those behind the first `n_own` reach the function as one tuple
     threads      most threads a block will have
     min_blocks   blocks that should fit on a multiprocessor: caps the registers
     """
-    flat = _kernel_with_flat_parameters(function, parameters, n_own)
+    flat = _kernel_with_flat_parameters(name, function, parameters, n_own)
     signature = tuple(ptx.NUMBA_TYPES[kind] for _, kind in parameters)
     kernel = cuda.jit(flat, lto=False, fastmath=True, launch_bounds=(threads, min_blocks))
     with compiler_lock, _without_device(capability):

@@ -110,7 +110,8 @@ def pixel_centres(height: int, width: int, rows: slice = slice(None)) -> np.ndar
 
 
 def bilinear(photo: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Colours [n, 3] of a photo [height, width, 3] at points [n, 2] in [0, 1], interpolated between pixel centres.
+    """Colours [n, 3] of a photo [height, width, 3] at points [n, 2] in [0, 1], interpolated between pixel centres;
+    all float32.
 
     Points less than half a pixel from the border take the border's colour.
     """
@@ -119,7 +120,7 @@ def bilinear(photo: np.ndarray, points: np.ndarray) -> np.ndarray:
     extent = np.array([width, height], np.float32)
     position = np.clip(points * extent - np.float32(0.5), 0, extent - 1)
     corner = np.minimum(position.astype(np.int32), np.maximum(extent - 2, 0).astype(np.int32))
-    fraction = position - corner
+    fraction = position - corner.astype(np.float32)
     column, row = corner[:, 0], corner[:, 1]
     right = np.minimum(column + 1, width - 1)
     upper, lower = row * width, np.minimum(row + 1, height - 1) * width

@@ -99,6 +99,7 @@ def test_bilinear_between_and_beyond_centres():
 def test_bilinear_of_thin_photos(rng, shape):
     photo = rng.random(shape, np.float32)
     colours = bilinear(photo, rng.random((100, 2), np.float32))
+    assert colours.dtype == np.float32  # anything wider would be converted again at every training step
     assert (colours >= photo.min(axis=(0, 1)) - 1e-6).all() and (colours <= photo.max(axis=(0, 1)) + 1e-6).all()
 
 
