@@ -194,8 +194,9 @@ def _make_body(target: Target, name: str, act: tuple[Callable, Callable, Callabl
             index = u32(n_network + offset)
             active = is_below(index, n_params)
             g = load_4(table_gradient, offset, active)
-            store_4(table_gradient, offset, map_values(zero, g), active)
             act_encoding(index, n_params, g, active, extra)
+            # last: a store that meets a load of the same line still on its way made the whole kernel three times slower
+            store_4(table_gradient, offset, map_values(zero, g), active)
         if block == u32(0):
             total, row = f32(0), u32(0)
             while row < n_losses:
