@@ -71,11 +71,12 @@ def _compile(make_body, capability, threads: int, min_blocks: int, start: float)
 
 
 def assemble(text: str, capability: tuple) -> tuple[bytes, str]:
-    """PTX to a cubin by nvJitLink, and the assembler's report."""
+    """PTX to a cubin by nvJitLink, and the assembler's report (which a result from nvJitLink's own cache would lack)."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     arch = "sm_" + "".join(str(part) for part in capability)
-    linker = Linker(ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch=arch, ptxas_options=["-v"]))
+    options = LinkerOptions(arch=arch, ptxas_options=["-v"], no_cache=True)
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
     cubin = bytes(linker.link("cubin").code)
     return cubin, linker.get_info_log() + linker.get_error_log()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from numba_tcnn.fused.plan import KernelPlan, StagedPlan
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions, KernelBody
 from numba_tcnn.fused.target import EmulatorTarget
 from numba_tcnn.layout import n_network_params, n_params
-from numba_tcnn.specs import AdamSpec, ModelSpec
+from numba_tcnn.specs import AdamSpec, ModelSpec, round_up
 
 KINDS = {"u32": lambda v: np.uint32(int(v) & 0xFFFFFFFF), "u64": np.uint64, "f32": np.float32}
 
@@ -30,8 +31,8 @@ class CompileOnceTarget(EmulatorTarget):
     Compiling them is most of an emulated kernel's time, and every kernel asks for the same few dozen.
     """
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, cc: int):
+        super().__init__(cc)
         self._compiled: dict[tuple, Callable] = {}
 
     def _once(self, compile_function: Callable, function: Callable) -> Callable:
@@ -48,10 +49,14 @@ class CompileOnceTarget(EmulatorTarget):
         return self._once(super().scalar_part, function)
 
 
-TARGET = CompileOnceTarget()
+@functools.cache
+def emulator_target(cc: int = 90) -> CompileOnceTarget:
+    """The target of compute capability `cc`; one object each, as for CUDA."""
+    return CompileOnceTarget(cc)
 
 
 def run_kernel(
+    target: CompileOnceTarget,
     memory: emulator.GlobalMemory,
     body: KernelBody,
     values: Sequence | Mapping,
@@ -61,7 +66,7 @@ def run_kernel(
     n_blocks: int,
     n_rows: int = 1,
 ) -> None:
-    """All blocks of a launch. `values` by position in `body.parameters`, or by name. The body is one of `TARGET`."""
+    """All blocks of a launch. `values` by position in `body.parameters`, or by name. The body was made for `target`."""
     if isinstance(values, Mapping):
         values = [values[name] for name, _ in body.parameters]
     typed = [KINDS[kind](value) for (_, kind), value in zip(body.parameters, values, strict=True)]
@@ -72,7 +77,7 @@ def run_kernel(
     with np.errstate(all="ignore"):
         for row in range(n_rows):
             for block in range(n_blocks):
-                TARGET.block = emulator.Block(
+                target.block = emulator.Block(
                     memory, threads, shared_bytes, block=block, n_blocks=n_blocks, block_row=row
                 )
                 body.function(*arguments)
@@ -82,15 +87,16 @@ class EmulatedModel:
     """A model's parameters and buffers in emulated global memory; every buffer starts poisoned with NaN.
 
     misaligned   whether inputs start at an address that is no multiple of 16
+    cc           compute capability
     """
 
-    def __init__(self, spec: ModelSpec, params: np.ndarray, *, misaligned: bool = False):
-        self.spec, self.misaligned = spec, misaligned
+    def __init__(self, spec: ModelSpec, params: np.ndarray, *, misaligned: bool = False, cc: int = 90):
+        self.spec, self.misaligned, self.target = spec, misaligned, emulator_target(cc)
         self.memory = emulator.GlobalMemory()
         self.n_network, self.n_params = n_network_params(spec), n_params(spec)
         self.weights = params.astype(np.float32)
         self.half_weights = self.weights.astype(np.float16)
-        self.table_gradient = np.zeros(max(self.n_params - self.n_network, 4), np.float32)
+        self.table_gradient = np.zeros(round_up(self.n_params - self.n_network, 4) or 4, np.float32)
         self.bad, self.skipped = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
         parameters = self.memory.place(self.half_weights)
         self.constants = {
@@ -118,10 +124,10 @@ class EmulatedModel:
 
     def run(self, make_body: Callable, plan: KernelPlan | None, n_blocks: int, n_rows: int = 1, **arguments) -> None:
         """Make a kernel and run its blocks; plan None: one of the element-wise kernels, with 256 threads."""
-        body = make_body(TARGET)
+        body = make_body(self.target)
         values = dict.fromkeys((name for name, _ in body.parameters), 0) | self.constants | arguments
         run_kernel(
-            self.memory, body, values, n_blocks=n_blocks, n_rows=n_rows,
+            self.target, self.memory, body, values, n_blocks=n_blocks, n_rows=n_rows,
             threads=plan.threads if plan else optimizer_kernels.THREADS,
             shared_bytes=plan.shared_bytes if plan else optimizer_kernels.SHARED_BYTES,
         )  # fmt: skip
@@ -233,10 +239,13 @@ class EmulatedAdam:
     def __init__(self, spec: AdamSpec, params: np.ndarray, n_network: int):
         self.spec, self.n_network = spec, n_network
         self.memory = emulator.GlobalMemory()
-        self.weights = params.astype(np.float32)
+        self.n_params = len(params)
+        padded = round_up(self.n_params, 4)  # the encoding's parameters are updated four at a time
+        self.weights = np.zeros(padded, np.float32)
+        self.weights[: self.n_params] = params
         self.half_weights = self.weights.astype(np.float16)
         self.first_moments, self.second_moments = np.zeros_like(self.weights), np.zeros_like(self.weights)
-        self.param_steps = np.zeros(len(params), np.uint32)
+        self.param_steps = np.zeros(padded, np.uint32)
         self.bad, self.skipped, self.step_count = np.zeros(1, np.uint32), np.zeros(1, np.uint32), 0
         arrays = (
             "weights", "half_weights", "first_moments", "second_moments", "param_steps", "bad", "skipped",
@@ -261,16 +270,17 @@ class EmulatedAdam:
         loss, scales = np.full(1, np.nan, np.float32), np.array([np.nan, given_scale], np.float32)
         place = self.memory.place
         values = self.places | {
-            "n_network": self.n_network, "n_params": len(self.weights), "n_partials": len(partial_sums),
+            "n_network": self.n_network, "n_params": self.n_params, "n_partials": len(partial_sums),
             "partial_sums": place(partial_sums), "row_bytes": partial_sums.strides[0],
             "table_gradient": place(table_gradient), "losses": place(losses), "n_losses": len(losses),
             "loss": place(loss), "loss_scale": loss_scale, "step": self.step_count,
             "learning_rate": self.spec.learning_rate if learning_rate is None else learning_rate,
             "gradient_scale": gradient_scale, "scales": place(scales), "mark": mark,
         }  # fmt: skip
+        target = emulator_target()
         run_kernel(
-            self.memory, optimizer_kernels.make_adam_kernel(TARGET, self.spec), values,
+            target, self.memory, optimizer_kernels.make_adam_kernel(target, self.spec), values,
             threads=optimizer_kernels.THREADS, shared_bytes=optimizer_kernels.SHARED_BYTES,
-            n_blocks=optimizer_kernels.n_blocks(self.n_network, len(self.weights)),
+            n_blocks=optimizer_kernels.n_blocks(self.n_network, self.n_params),
         )  # fmt: skip
         return float(loss[0])

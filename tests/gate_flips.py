@@ -145,6 +145,11 @@ class Explanation:
         return params, dx
 
 
+def typical_size(values: np.ndarray) -> float:
+    """Root mean square of the rows' lengths."""
+    return float(np.sqrt(np.mean(np.sum(np.square(values, dtype=np.float64), axis=1))))
+
+
 def relative_difference(a: np.ndarray, b: np.ndarray, typical: float) -> np.ndarray:
     """|a - b| of every row, relative to |b| or to `typical`, whichever is larger; infinite where both are 0."""
     difference = np.linalg.norm(a - b, axis=1)
@@ -153,12 +158,13 @@ def relative_difference(a: np.ndarray, b: np.ndarray, typical: float) -> np.ndar
 
 
 def explain_rows(
-    model: Model, x: np.ndarray, dL_dy: np.ndarray, observed: np.ndarray, *, of: str = "input"
+    model: Model, x: np.ndarray, dL_dy: np.ndarray, observed: np.ndarray, *, of: str = "input", typical: float = 0.0
 ) -> Explanation:
     """Find the gates that an implementation found different, from its gradients of every sample.
 
     dL_dy     [batch, n_output_dims] as the backward pass starts from it (scaled so that float16 can hold it)
     observed  the implementation's gradients, with the same scale: dL/dx, or dL/dfeatures with of="features"
+    typical   size of a sample's gradient, where the batch is too small to tell
     """
 
     def gradients(rows: np.ndarray, flips: list[np.ndarray] | None = None) -> np.ndarray:
@@ -168,7 +174,7 @@ def explain_rows(
     batch = np.arange(len(x))
     expected = np.concatenate([gradients(batch[i : i + TRIALS_AT_ONCE]) for i in range(0, len(x), TRIALS_AT_ONCE)])
     observed = observed.astype(np.float32)
-    typical = float(np.sqrt(np.mean(np.sum(np.square(expected, dtype=np.float64), axis=1))))
+    typical = max(typical, typical_size(expected))
     first = relative_difference(observed, expected, typical)
     suspects = np.flatnonzero(~(first <= SUSPICIOUS))  # NaN too
     best_error, best = first.copy(), dict.fromkeys(suspects.tolist(), ())
