@@ -33,7 +33,7 @@ def bindings() -> ModuleType:
     try:
         (status,) = driver.cuInit(0)
     except RuntimeError as error:  # the bindings could not find libcuda
-        raise EngineUnavailable(f"there is no NVIDIA driver on this machine ({error})", no_device=True) from error
+        raise EngineUnavailable("there is no NVIDIA driver on this machine", no_device=True) from error
     if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
         raise EngineUnavailable("there is no NVIDIA device on this machine", no_device=True)
     if status != driver.CUresult.CUDA_SUCCESS:
