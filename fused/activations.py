@@ -19,6 +19,7 @@ the output costs no memory; SiLU and Sine keep the derivative itself, a *gate*, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,189 +30,105 @@ f32 = np.float32
 
 @dataclass(frozen=True)
 class Activation:
-    """`make_value(math)` and `make_derivative(math)` write the scalar functions; the derivative's argument is the
-    activation's output where `derivative_of_output`, else its input."""
+    """phi and phi' as plain scalar functions; the derivative's argument is the activation's output where
+    `derivative_of_output`, else its input."""
 
-    make_value: Callable
-    make_derivative: Callable
+    value: Callable
+    derivative: Callable
     derivative_of_output: bool
 
 
-def _none(math):
-    def value(x):
-        return x
+def _identity(x):
+    return x
 
-    return value
 
+def _one(y):
+    return f32(1)
 
-def _none_derivative(math):
-    def derivative(y):
-        return f32(1)
 
-    return derivative
+def _relu(x):
+    return x if x > f32(0) else f32(0)
 
 
-def _relu(math):
-    def value(x):
-        return x if x > f32(0) else f32(0)
+def _relu_derivative(y):
+    return f32(1) if y > f32(0) else f32(0)
 
-    return value
 
+def _leaky_relu(x):
+    return x if x > f32(0) else f32(0.01) * x
 
-def _relu_derivative(math):
-    def derivative(y):
-        return f32(1) if y > f32(0) else f32(0)
 
-    return derivative
+def _leaky_relu_derivative(y):
+    return f32(1) if y > f32(0) else f32(0.01)
 
 
-def _leaky_relu(math):
-    def value(x):
-        return x if x > f32(0) else f32(0.01) * x
+def _silu(x):
+    return x / (f32(1) + math.exp(-x))
 
-    return value
 
+def _silu_derivative(x):
+    s = f32(1) / (f32(1) + math.exp(-x))
+    return s * (f32(1) + x * (f32(1) - s))
 
-def _leaky_relu_derivative(math):
-    def derivative(y):
-        return f32(1) if y > f32(0) else f32(0.01)
 
-    return derivative
+def _exponential(x):
+    return math.exp(x)
 
 
-def _silu(math):
-    exp = math.exp
+def _sine(x):
+    return math.sin(x)
 
-    def value(x):
-        return x / (f32(1) + exp(-x))
 
-    return value
+def _sine_derivative(x):
+    return math.cos(x)
 
 
-def _silu_derivative(math):
-    exp = math.exp
+def _sigmoid(x):
+    return f32(1) / (f32(1) + math.exp(-x))
 
-    def derivative(x):
-        s = f32(1) / (f32(1) + exp(-x))
-        return s * (f32(1) + x * (f32(1) - s))
 
-    return derivative
+def _sigmoid_derivative(y):
+    return y * (f32(1) - y)
 
 
-def _exponential(math):
-    exp = math.exp
+def _squareplus(x):
+    scaled = f32(10) * x
+    root = math.sqrt(scaled * scaled + f32(4))
+    if scaled > f32(0):
+        return f32(0.05) * (scaled + root)
+    return f32(0.2) / (root - scaled)  # the same number, without cancellation
 
-    def value(x):
-        return exp(x)
 
-    return value
+def _squareplus_derivative(y):
+    square = f32(100) * y * y
+    return square / (square + f32(1))
 
 
-def _identity_of_output(math):
-    def derivative(y):
-        return y
+def _softplus(x):
+    scaled = f32(10) * x
+    if scaled > f32(0):
+        return f32(0.1) * (scaled + math.log1p(math.exp(-scaled)))
+    return f32(0.1) * math.log1p(math.exp(scaled))
 
-    return derivative
 
+def _softplus_derivative(y):
+    return f32(1) - math.exp(f32(-10) * y)
 
-def _sine(math):
-    sin = math.sin
 
-    def value(x):
-        return sin(x)
+def _tanh(x):
+    return math.tanh(x)
 
-    return value
 
-
-def _sine_derivative(math):
-    cos = math.cos
-
-    def derivative(x):
-        return cos(x)
-
-    return derivative
-
-
-def _sigmoid(math):
-    exp = math.exp
-
-    def value(x):
-        return f32(1) / (f32(1) + exp(-x))
-
-    return value
-
-
-def _sigmoid_derivative(math):
-    def derivative(y):
-        return y * (f32(1) - y)
-
-    return derivative
-
-
-def _squareplus(math):
-    sqrt = math.sqrt
-
-    def value(x):
-        scaled = f32(10) * x
-        root = sqrt(scaled * scaled + f32(4))
-        if scaled > f32(0):
-            return f32(0.05) * (scaled + root)
-        return f32(0.2) / (root - scaled)  # the same number, without cancellation
-
-    return value
-
-
-def _squareplus_derivative(math):
-    def derivative(y):
-        square = f32(100) * y * y
-        return square / (square + f32(1))
-
-    return derivative
-
-
-def _softplus(math):
-    exp, log1p = math.exp, math.log1p
-
-    def value(x):
-        scaled = f32(10) * x
-        if scaled > f32(0):
-            return f32(0.1) * (scaled + log1p(exp(-scaled)))
-        return f32(0.1) * log1p(exp(scaled))
-
-    return value
-
-
-def _softplus_derivative(math):
-    exp = math.exp
-
-    def derivative(y):
-        return f32(1) - exp(f32(-10) * y)
-
-    return derivative
-
-
-def _tanh(math):
-    tanh = math.tanh
-
-    def value(x):
-        return tanh(x)
-
-    return value
-
-
-def _tanh_derivative(math):
-    def derivative(y):
-        return f32(1) - y * y
-
-    return derivative
+def _tanh_derivative(y):
+    return f32(1) - y * y
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "None": Activation(_none, _none_derivative, True),
+    "None": Activation(_identity, _one, True),
     "ReLU": Activation(_relu, _relu_derivative, True),
     "LeakyReLU": Activation(_leaky_relu, _leaky_relu_derivative, True),
     "SiLU": Activation(_silu, _silu_derivative, False),
-    "Exponential": Activation(_exponential, _identity_of_output, True),
+    "Exponential": Activation(_exponential, _identity, True),
     "Sine": Activation(_sine, _sine_derivative, False),
     "Sigmoid": Activation(_sigmoid, _sigmoid_derivative, True),
     "Squareplus": Activation(_squareplus, _squareplus_derivative, True),
@@ -223,19 +140,19 @@ ACTIVATIONS: dict[str, Activation] = {
 @functools.cache
 def make_activation(target, name: str):
     """Scalar x -> phi(x)."""
-    return target.scalar(ACTIVATIONS[name].make_value(target.math))
+    return target.scalar(ACTIVATIONS[name].value)
 
 
 @functools.cache
 def make_gate(target, name: str):
     """Scalar x or y -> phi', as `derivative_of_output` says."""
-    return target.scalar(ACTIVATIONS[name].make_derivative(target.math))
+    return target.scalar(ACTIVATIONS[name].derivative)
 
 
 @functools.cache
 def make_apply_derivative(target, name: str):
     """Scalar (g, x or y) -> g phi'."""
-    derivative = target.scalar_part(ACTIVATIONS[name].make_derivative(target.math))
+    derivative = target.scalar_part(ACTIVATIONS[name].derivative)
 
     def apply(g, y):
         return g * derivative(y)

@@ -43,7 +43,6 @@ class CompiledKernel:
     entry: str
     registers: int
     spill_bytes: int
-    serialized: bool  # the assembler gave up on asynchronous matrix products (its warning C7512)
     compile_seconds: float
     from_cache: bool = False
 

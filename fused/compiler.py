@@ -44,7 +44,7 @@ def compile_kernel(
     try:
         compiled = _compile(make_body, capability, threads, min_blocks, start)
     except ImportError as error:
-        raise CompileError(f"the CUDA toolchain is not installed: {error}") from error
+        raise CompileError(f"the CUDA toolchain can't be used: {error}") from error
     except Exception as error:  # numba, llvmlite and nvJitLink each raise their own
         cause = " ".join(str(error).split())
         raise CompileError(f"a kernel did not compile ({type(error).__name__}: {cause[:300]})") from error
@@ -65,13 +65,12 @@ def _compile(make_body, capability, threads: int, min_blocks: int, start: float)
         entry=entry,
         registers=int(_first(r"Used (\d+) registers", log)),
         spill_bytes=int(_first(r"(\d+) bytes spill stores", log)),
-        serialized="C7512" in log,
         compile_seconds=time.perf_counter() - start,
     )
 
 
 def assemble(text: str, capability: tuple) -> tuple[bytes, str]:
-    """PTX to a cubin by nvJitLink, and the assembler's report (which a result from nvJitLink's own cache would lack)."""
+    """PTX to a cubin by nvJitLink, and the assembler's report, which nvJitLink's own cache would leave out."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     arch = "sm_" + "".join(str(part) for part in capability)

@@ -268,9 +268,6 @@ class Emitter:
     def both(self, p, q):
         return p & q
 
-    def either(self, p, q):
-        return p | q
-
     def select(self, p, a, b):
         return np.where(p, a, b)
 
@@ -288,17 +285,11 @@ class Emitter:
     def fmul(self, a, b):
         return (np.asarray(a, np.float32) * np.asarray(b, np.float32)).astype(np.float32)
 
-    def fma(self, a, b, c):
-        return (np.asarray(a, np.float64) * b + c).astype(np.float32)
-
     def is_finite(self, a):
         return np.isfinite(a)
 
     def float_to_bits(self, a):
         return np.asarray(a, np.float32).view(np.uint32)
-
-    def bits_to_float(self, a):
-        return np.atleast_1d(self.u32(a)).view(np.float32)
 
     def pack_half2(self, low, high):
         with np.errstate(over="ignore"):

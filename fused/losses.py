@@ -17,6 +17,7 @@ sum into a mean. Denominators count as constants, as in tiny-cuda-nn: the gradie
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -24,75 +25,49 @@ import numpy as np
 f32 = np.float32
 
 
-def _l2(math):
-    def loss(p, t, density):
-        d = p - t
-        return d * d / density, f32(2) * d / density
-
-    return loss
+def _l2(p, t, density):
+    d = p - t
+    return d * d / density, f32(2) * d / density
 
 
-def _l1(math):
-    def loss(p, t, density):
-        d = p - t
-        s = f32(1) / density
-        return abs(d) * s, s if d >= f32(0) else -s
-
-    return loss
+def _l1(p, t, density):
+    d = p - t
+    s = f32(1) / density
+    return abs(d) * s, s if d >= f32(0) else -s
 
 
-def _relative_l2(math):
-    def loss(p, t, density):
-        d = p - t
-        s = f32(1) / ((p * p + f32(0.01)) * density)
-        return d * d * s, f32(2) * d * s
-
-    return loss
+def _relative_l2(p, t, density):
+    d = p - t
+    s = f32(1) / ((p * p + f32(0.01)) * density)
+    return d * d * s, f32(2) * d * s
 
 
-def _relative_l1(math):
-    def loss(p, t, density):
-        d = p - t
-        s = f32(1) / ((abs(p) + f32(0.01)) * density)
-        return abs(d) * s, s if d >= f32(0) else -s
-
-    return loss
+def _relative_l1(p, t, density):
+    d = p - t
+    s = f32(1) / ((abs(p) + f32(0.01)) * density)
+    return abs(d) * s, s if d >= f32(0) else -s
 
 
-def _mape(math):
-    def loss(p, t, density):
-        d = p - t
-        s = f32(1) / ((abs(t) + f32(0.01)) * density)
-        return abs(d) * s, s if d >= f32(0) else -s
-
-    return loss
+def _mape(p, t, density):
+    d = p - t
+    s = f32(1) / ((abs(t) + f32(0.01)) * density)
+    return abs(d) * s, s if d >= f32(0) else -s
 
 
-def _smape(math):
-    def loss(p, t, density):
-        d = p - t
-        s = f32(1) / ((f32(0.5) * (abs(t) + abs(p)) + f32(0.01)) * density)
-        return abs(d) * s, s if d >= f32(0) else -s
-
-    return loss
+def _smape(p, t, density):
+    d = p - t
+    s = f32(1) / ((f32(0.5) * (abs(t) + abs(p)) + f32(0.01)) * density)
+    return abs(d) * s, s if d >= f32(0) else -s
 
 
-def _cross_entropy(math):
-    log = math.log
-
-    def loss(p, t, density):
-        f = -t / density
-        return f * log(p), f / p
-
-    return loss
+def _cross_entropy(p, t, density):
+    f = -t / density
+    return f * math.log(p), f / p
 
 
-def _variance(math):
-    def loss(p, t, density):
-        f = t * t / density
-        return f / p - f / density, -f / (p * p)
-
-    return loss
+def _variance(p, t, density):
+    f = t * t / density
+    return f / p - f / density, -f / (p * p)
 
 
 LOSSES: dict[str, Callable] = {
@@ -110,4 +85,4 @@ LOSSES: dict[str, Callable] = {
 @functools.cache
 def make_loss(target, name: str):
     """Scalar (prediction, target, density) -> (value, gradient)."""
-    return target.scalar(LOSSES[name](target.math))
+    return target.scalar(LOSSES[name])

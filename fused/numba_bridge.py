@@ -7,6 +7,8 @@ are bridged here, so that whole kernels compile to PTX for any architecture with
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import re
 import threading
 from types import SimpleNamespace
 from unittest import mock
@@ -35,6 +37,15 @@ def _import_numba_cuda():
     return cuda, codegen, dispatcher
 
 
+def _check_version():
+    version = importlib.metadata.version("numba-cuda")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        first, last = (".".join(map(str, limit)) for limit in SUPPORTED)
+        raise ImportError(f"numba-cuda {version} is installed; this version of numba-tcnn needs >={first},<{last}")
+
+
+_check_version()
 cuda, _codegen, _dispatcher = _import_numba_cuda()
 
 compiler_lock = threading.RLock()

@@ -5,7 +5,7 @@ this parameter so far:
 
     g <- clip(g + l2_reg w)          m <- beta1 m + (1 - beta1) g          v <- beta2 v + (1 - beta2) g^2
     eta = learning_rate sqrt(1 - beta2^(k+1)) / (1 - beta1^(k+1))
-    w <- (1 - relative_decay eta) w - sign(w) absolute_decay eta - m clamp(eta / (sqrt(v) + epsilon))
+    w <- (1 - relative_decay eta) w - sign(w) absolute_decay eta - m clamp(eta / (math.sqrt(v) + epsilon))
 
 Powers of beta are taken as expm1((k+1) ln beta), exact for small k where 1 - exp2(k log2 beta) loses four digits.
 """
@@ -13,7 +13,7 @@ Powers of beta are taken as expm1((k+1) ln beta), exact for small k where 1 - ex
 from __future__ import annotations
 
 import functools
-import math as host_math
+import math
 
 import numpy as np
 
@@ -36,12 +36,11 @@ def make_adam(target, spec: AdamSpec, is_matrix: bool):
     rate_factor = f32(1.0 if is_matrix else spec.non_matrix_learning_rate_factor)
     beta1, beta2 = f32(spec.beta1), f32(spec.beta2)
     rest1, rest2 = f32(1.0 - spec.beta1), f32(1.0 - spec.beta2)
-    log_beta1, log_beta2 = (f32(host_math.log(b) if b > 0 else -100.0) for b in (spec.beta1, spec.beta2))
+    log_beta1, log_beta2 = (f32(math.log(b) if b > 0 else -100.0) for b in (spec.beta1, spec.beta2))
     epsilon = f32(spec.epsilon)
     relative_decay, absolute_decay = f32(spec.relative_decay), f32(spec.absolute_decay)
     gradient_clip, weight_clip = f32(spec.gradient_clipping_magnitude), f32(spec.clipping_magnitude)
     adabound = spec.adabound
-    expm1, sqrt = target.math.expm1, target.math.sqrt
 
     def update(g, w, m, v, k, learning_rate, step):
         if not optimize or (skip_zero and g == f32(0)):
@@ -54,8 +53,8 @@ def make_adam(target, spec: AdamSpec, is_matrix: bool):
         count = u32(k + u32(1))
         exponent = f32(count)
         eta = learning_rate * rate_factor
-        eta = eta * sqrt(-expm1(exponent * log_beta2)) / -expm1(exponent * log_beta1)
-        effective = eta / (sqrt(v) + epsilon)
+        eta = eta * math.sqrt(-math.expm1(exponent * log_beta2)) / -math.expm1(exponent * log_beta1)
+        effective = eta / (math.sqrt(v) + epsilon)
         if adabound:
             progress = rest2 * f32(step)
             effective = max(effective, f32(0.1) - f32(0.1) / (progress + f32(1)))

@@ -118,9 +118,6 @@ class Emitter:
     def both(self, p, q):
         return self.builder.and_(p, q)
 
-    def either(self, p, q):
-        return self.builder.or_(p, q)
-
     def select(self, p, a, b):
         return self.builder.select(p, a, b)
 
@@ -137,9 +134,6 @@ class Emitter:
     def fmul(self, a, b):
         return self.builder.fmul(a, b)
 
-    def fma(self, a, b, c):
-        return self.asm([F32], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], pure=True)
-
     def is_finite(self, a):
         bits = self.builder.bitcast(a, I32)
         exponent = self.builder.and_(bits, I32(0x7F800000))
@@ -147,9 +141,6 @@ class Emitter:
 
     def float_to_bits(self, a):
         return self.builder.bitcast(a, I32)
-
-    def bits_to_float(self, a):
-        return self.builder.bitcast(self.u32(a), F32)
 
     def pack_half2(self, low, high):
         """Two float32 to two float16 in one register, rounded to nearest even; `low` in the lower half."""

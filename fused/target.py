@@ -10,32 +10,20 @@ that capture what they need, and decorates them last, with `target.device(f)` or
 Nothing else in `fused/` names `cuda.jit` or `njit`.
 
 `device(f)` may call other device functions and intrinsics, and its control flow is the same in all threads.
-`scalar(f)` works on single float32 or uint32 values; only here may a branch depend on data. It may call scalar
-functions made with `scalar_part(f)`, and casts with NumPy's types; device functions cast with the target's.
+`scalar(f)` works on single float32 or uint32 values, with Python's `math`; only here may a branch depend on data. It
+may call scalar functions made with `scalar_part(f)`, and casts with NumPy's types; device functions cast with the
+target's.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 
 from . import emulator
-
-SCALAR_MATH = SimpleNamespace(
-    exp=math.exp,
-    log=math.log,
-    log1p=math.log1p,
-    expm1=math.expm1,
-    sqrt=math.sqrt,
-    sin=math.sin,
-    cos=math.cos,
-    tanh=math.tanh,
-)
-"""What scalar functions may use; both compilers turn these into float32 functions for float32 arguments."""
 
 
 @functools.cache
@@ -48,7 +36,7 @@ class CudaTarget:
     """Numba CUDA for compute capability `cc` (75 ... 120)."""
 
     name = "cuda"
-    u32, i32, f32, u64 = np.uint32, np.int32, np.float32, np.uint64
+    u32, f32, u64 = np.uint32, np.float32, np.uint64
 
     def __init__(self, cc: int):
         from . import loop_hints, numba_bridge, ptx
@@ -58,7 +46,6 @@ class CudaTarget:
         self.map_fragment = ptx.map_fragment
         self.unroll_full = loop_hints.unroll_full
         self.unroll_by_2 = loop_hints.unroll_by_2
-        self.math = SCALAR_MATH
 
     def device(self, function: Callable) -> Callable:
         from .numba_bridge import cuda
@@ -105,15 +92,10 @@ class EmulatorTarget:
         self.block: emulator.Block | None = None
         self.memory_spaces = SimpleNamespace(local=SimpleNamespace(array=lambda n, dtype: [None] * n))
         self._cpu = NjitTarget()  # for scalar functions
-        self.math = self._cpu.math
 
     @staticmethod
     def u32(value):
         return np.asarray(value).astype(np.uint32) if np.ndim(value) else np.uint32(int(value) & 0xFFFFFFFF)
-
-    @staticmethod
-    def i32(value):
-        return np.asarray(value).astype(np.uint32).astype(np.int32)
 
     @staticmethod
     def f32(value):
@@ -184,14 +166,13 @@ class NjitTarget:
     """`numba.njit` on the CPU."""
 
     name = "njit"
-    u32, i32, f32, u64 = np.uint32, np.int32, np.float32, np.uint64
+    u32, f32, u64 = np.uint32, np.float32, np.uint64
 
     def __init__(self):
         import numba
 
         self._njit = numba.njit(error_model="numpy")
         self.memory_spaces = SimpleNamespace()
-        self.math = SCALAR_MATH
 
     def device(self, function: Callable) -> Callable:
         return self._njit(function)
