@@ -368,9 +368,9 @@ def encoding_gradient_plan(spec: ModelSpec, chip: Architecture) -> KernelPlan:
     """For a bare encoding: only the tile of its gradient."""
     for warps, rows in ((4, 32), (4, 16), (1, 16)):
         dx = _Allocator().tile("dx", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
-        plan = KernelPlan("encoding gradient", warps, rows, 2, dx=dx)
-        if plan.shared_bytes <= chip.shared_per_block and _fragment_registers(spec, rows) <= MAX_REGISTERS:
-            return plan
+        plan, registers = KernelPlan("encoding gradient", warps, rows, 1, dx=dx), _fragment_registers(spec, rows)
+        if plan.shared_bytes <= chip.shared_per_block and registers <= MAX_REGISTERS:
+            return _with_blocks(plan, 2 if _blocks_that_fit(plan, registers, chip) >= 2 else 1)
     return _no_plan(spec, chip)
 
 
