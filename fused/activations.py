@@ -112,7 +112,7 @@ def _softplus(x):
 
 
 def _softplus_derivative(y):
-    return f32(1) - math.exp(f32(-10) * y)
+    return -math.expm1(f32(-10) * y)  # 1 - exp loses all digits of a small derivative
 
 
 def _tanh(x):

@@ -21,7 +21,10 @@ from .fragments import Target
 from .gradient_scale_kernels import make_largest_gradient_kernel, make_write_scales_kernel
 from .plan import Architecture, KernelPlan, architecture, inference_plans
 from .stage_io import InferenceOptions, KernelBody
-from .target import EmulatorTarget
+from .target import OutlineTarget
+
+
+OUTLINE = OutlineTarget()
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Toolbox:
     def load(self, source: KernelSource) -> Program:
         """Compile (or find in the cache) and load one kernel."""
         compiled = self.compile(source)
-        body = source.make_body(EmulatorTarget())  # for its name and parameters; costs no compiling
+        body = source.make_body(OUTLINE)
         loaded = LoadedKernel(
             self.device, compiled.cubin, compiled.entry, body.parameters, name=body.name,
             threads=source.threads, shared_bytes=source.shared_bytes,

@@ -5,7 +5,8 @@ that capture what they need, and decorates them last, with `target.device(f)` or
 - `EmulatorTarget(block)`: the same functions on NumPy arrays over the threads of one block (`emulator.py`), for whole
   kernels without a GPU;
 - `NjitTarget()`: `numba.njit`, for per-sample functions at C speed on the CPU (their memory is a NumPy array, which
-  the caller's sinks read and write).
+  the caller's sinks read and write);
+- `OutlineTarget()`: nothing but a body's name and parameters.
 
 Nothing else in `fused/` names `cuda.jit` or `njit`.
 
@@ -91,7 +92,11 @@ class EmulatorTarget:
         self.cc = cc
         self.block: emulator.Block | None = None
         self.memory_spaces = SimpleNamespace(local=SimpleNamespace(array=lambda n, dtype: [None] * n))
-        self._cpu = NjitTarget()  # for scalar functions
+
+    @functools.cached_property
+    def _cpu(self) -> NjitTarget:
+        """For scalar functions; imports Numba."""
+        return NjitTarget()
 
     @staticmethod
     def u32(value):
@@ -162,6 +167,17 @@ class EmulatorTarget:
         return lambda: np.uint32(0)
 
 
+class OutlineTarget(EmulatorTarget):
+    """For bodies that are never run: what a kernel is called and which parameters it has. Compiles nothing."""
+
+    name = "outline"
+
+    def scalar(self, function: Callable) -> Callable:
+        return function
+
+    scalar_part = scalar
+
+
 class NjitTarget:
     """`numba.njit` on the CPU."""
 
@@ -173,6 +189,11 @@ class NjitTarget:
 
         self._njit = numba.njit(error_model="numpy")
         self.memory_spaces = SimpleNamespace()
+
+        def unroll_full():
+            """Loops need no hint here."""
+
+        self.unroll_full = self.unroll_by_2 = self._njit(unroll_full)
 
     def device(self, function: Callable) -> Callable:
         return self._njit(function)
