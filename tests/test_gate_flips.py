@@ -37,7 +37,7 @@ def sums_in_float64() -> Iterator[None]:
 
 
 class SecondReference:
-    """The reference with float64 sums, and features that are off by `noise`, relatively: some then round to a neighbour."""
+    """The reference with float64 sums, and features off by `noise`, relatively: some then round to a neighbour."""
 
     def __init__(self, draw: Draw, params: np.ndarray, noise: float):
         self.draw, self.model = draw, Model(draw.spec, params, "float16")

@@ -1,0 +1,242 @@
+"""Fused kernels on a real device against the float16 reference: random models, ragged batches, every block.
+
+Hypothesis draws the models; NUMBA_TCNN_TEST_SEED chooses the draws (default: a new seed each time, printed). Run with
+-s to see the figures of every model: the errors, how many samples had flipped gates, and the distance to float32.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import numpy as np
+import pytest
+from agreement import TOLERANCE, Agreement, Comparison, relative_error
+from device_views import DeviceView, poisoned
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from model_draws import Draw, covering, draws
+
+import numba_tcnn as tcnn
+from numba_tcnn.arrays import view
+from numba_tcnn.reference.model import Model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("no_reference")]
+
+SEED = int(os.environ.get("NUMBA_TCNN_TEST_SEED") or secrets.randbelow(2**32))
+N_DRAWS = 24
+BATCHES = (1, 31, 257, 1000)
+LARGE = 1 << 18
+
+
+class FusedModel:
+    """A draw on the device, as `agreement.Implementation`. Everything it returns was written over NaN, between guards.
+
+    offset   elements by which arrays stand past an aligned address
+    """
+
+    def __init__(self, draw: Draw, params: np.ndarray, offset: int = 0):
+        self.draw, self.params, self.offset = draw, params, offset
+        self.model = tcnn.create_from_config(draw.n_input_dims, draw.n_output_dims, draw.config, strict=True)
+        assert self.model.explain().engine == "fused"
+        self.model.params = params
+        self.fresh_optimizer = self.model.optimizer.state_dict()
+
+    def place(self, values: np.ndarray) -> DeviceView:
+        return DeviceView(values, self.offset)
+
+    def inference(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        out = poisoned((len(x), self.draw.n_output_dims), dtype, self.offset)
+        self.model.network.inference(self.place(x), out=out)
+        return out.numpy()
+
+    def backward(self, x: np.ndarray, dL_dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Through the engine, since the public `backward` makes its own arrays and they can't be poisoned."""
+        params, dx = poisoned((self.model.n_params,), "float32", self.offset), poisoned(x.shape, "float32", self.offset)
+        given = view(self.place(x)), view(self.place(dL_dy))
+        self.model.network.engine.backward(*given, params=view(params), accumulate=False, input=view(dx))
+        return params.numpy(), dx.numpy()
+
+    def training_step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
+        """The optimizer of a draw leaves the gradient in its first moments."""
+        self.model.optimizer.load_state_dict(self.fresh_optimizer)
+        loss = float(self.model.trainer.training_step(self.place(x), self.place(y)))
+        gradients = self.model.optimizer.state_dict()["first_moments"]
+        assert self.model.trainer.skipped_steps == 0
+        self.model.params = self.params
+        return loss, gradients
+
+
+def compare(draw: Draw, batches: tuple[int, ...], offset: int = 0) -> list[Agreement]:
+    x = draw.inputs(max(batches))
+    params = draw.params(x[:4096])
+    fused, comparison = FusedModel(draw, params, offset), Comparison(draw, params, x)
+    found = [comparison.on(fused, batch) for batch in batches]
+    assert fused.model.explain().engine == "fused"
+    print(f"\n{draw}")
+    for agreement in found:
+        print(f"  {'' if agreement.holds else 'WRONG '}{agreement}")
+    return found
+
+
+def test_random_models_agree_with_the_reference():
+    """All draws run, also behind one that fails: what they have in common says more than the first."""
+    print(f"\nNUMBA_TCNN_TEST_SEED={SEED}")
+    wrong, drawn = [], set()
+
+    @seed(SEED)
+    @settings(
+        max_examples=3 * N_DRAWS,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(draw=draws())
+    def check(draw: Draw) -> None:
+        if len(drawn) == N_DRAWS or str(draw) in drawn:  # hypothesis repeats what differs only in the seed
+            return
+        drawn.add(str(draw))
+        wrong.extend(f"{draw}: {agreement}" for agreement in compare(draw, BATCHES) if not agreement.holds)
+
+    check()
+    assert len(drawn) == N_DRAWS
+    assert not wrong, f"NUMBA_TCNN_TEST_SEED={SEED}: {len(wrong)} comparisons fail:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("draw", covering(), ids=str)
+def test_every_choice_of_the_family_agrees_with_the_reference(draw):
+    """With arrays that are aligned and arrays that are not; the kernels for the two differ in how they load."""
+    for offset in (0, 1):
+        for agreement in compare(draw, (31, 1000), offset):
+            assert agreement.holds, str(agreement)
+
+
+LARGE_MODELS = {
+    "image": Draw(
+        2,
+        3,
+        {"otype": "HashGrid", "n_levels": 16, "log2_hashmap_size": 15, "base_resolution": 16, "per_level_scale": 1.5},
+        {"otype": "FullyFusedMLP", "n_neurons": 64, "n_hidden_layers": 2},
+        "RelativeL2",
+    ),
+    "volume": Draw(
+        3,
+        16,
+        {"otype": "HashGrid", "n_levels": 8, "log2_hashmap_size": 15, "base_resolution": 16, "per_level_scale": 1.5},
+        {"otype": "FullyFusedMLP", "n_neurons": 64, "n_hidden_layers": 1},
+        "RelativeL2",
+        output_dtype="float16",
+    ),
+    "narrow": Draw(
+        16,
+        16,
+        {"otype": "Identity"},
+        {"otype": "FullyFusedMLP", "n_neurons": 16, "n_hidden_layers": 2},
+        "L2",
+        "float16",
+        "float16",
+    ),
+    "wide": Draw(
+        64,
+        16,
+        {"otype": "Identity"},
+        {"otype": "FullyFusedMLP", "n_neurons": 128, "n_hidden_layers": 4, "activation": "ReLU"},
+        "L2",
+        "float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_MODELS)
+def test_large_batches_agree_with_the_reference(name):
+    """2^18 samples: persistent blocks take many tiles each, and staged plans go through the batch in chunks."""
+    for agreement in compare(LARGE_MODELS[name], (LARGE, LARGE - 77)):
+        assert agreement.holds, str(agreement)
+
+
+ENCODINGS = [
+    (2, {"otype": "HashGrid", "n_levels": 5, "n_features_per_level": 4, "log2_hashmap_size": 8, "base_resolution": 4}),
+    (3, {"otype": "DenseGrid", "n_levels": 3, "n_features_per_level": 1, "base_resolution": 4, "per_level_scale": 1.5}),
+    (4, {"otype": "TiledGrid", "n_levels": 2, "n_features_per_level": 8, "base_resolution": 3}),
+    (7, {"otype": "Identity", "scale": 2.0, "offset": -0.5}),
+]
+
+
+@pytest.mark.parametrize("alignment", [0, 16])
+@pytest.mark.parametrize("n_input_dims, config", ENCODINGS, ids=lambda value: str(value))
+def test_bare_encodings_agree_with_the_reference(n_input_dims, config, alignment, rng):
+    encoding = tcnn.Encoding(n_input_dims, config, alignment=alignment, strict=True)
+    assert encoding.explain().engine == "fused"
+    encoding.params = rng.uniform(-0.5, 0.5, encoding.n_params)
+    model = Model(encoding.spec, encoding.params, "float16")
+    for batch in BATCHES:
+        x = rng.random((batch, n_input_dims), np.float32)
+        dL_dy = rng.standard_normal((batch, encoding.n_output_dims)).astype(np.float32)
+        out = poisoned((batch, encoding.n_output_dims), "float32")
+        encoding.inference(DeviceView(x), out=out)
+        dx, params = poisoned(x.shape, "float32"), poisoned((encoding.n_params,), "float32")
+        encoding.engine.backward(
+            view(DeviceView(x)), view(DeviceView(dL_dy)), params=view(params), accumulate=False, input=view(dx)
+        )
+        expected = model.backward(x, dL_dy)
+        errors = {
+            "outputs": relative_error(out.numpy(), model.forward(x)),
+            "dL/dx": relative_error(dx.numpy(), expected.input),
+            "dL/dparams": relative_error(params.numpy(), expected.params),
+        }
+        assert all(error <= TOLERANCE for error in errors.values()), (batch, errors)
+
+
+# ------------------------------------------------------------------------------------------------ edges
+
+
+@pytest.fixture
+def image() -> FusedModel:
+    draw = LARGE_MODELS["image"]
+    return FusedModel(draw, draw.params(draw.inputs(1000)))
+
+
+def test_padded_parameters_get_no_gradient(image):
+    """Rows of the last matrix past the 3 outputs: nothing depends on them, and the optimizer must not move them."""
+    x = image.draw.inputs(1000)
+    params, _ = image.backward(x, image.draw.output_gradients(1000))
+    _, training = image.training_step(x, np.ones((1000, 3), np.float32))
+    n_network = sum(fan_out * fan_in for fan_out, fan_in in image.model.layer_sizes)
+    padding = slice(n_network - 13 * 64, n_network)
+    assert not params[padding].any() and not training[padding].any()
+    assert params[padding.start - 64 : padding.start].any()
+
+
+def test_rows_do_not_depend_on_their_neighbours(image):
+    """The same sample gives the same bits wherever it stands, whatever stands behind it."""
+    x = image.draw.inputs(1000)
+    whole = image.inference(x, "float32")
+    for first, last in ((0, 1), (17, 48), (999, 1000), (500, 757)):
+        np.testing.assert_array_equal(image.inference(x[first:last], "float32"), whole[first:last])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -1e30, 3e9])
+def test_extreme_inputs_stay_in_their_row(image, value):
+    """No access out of bounds, and neighbours are untouched; finite inputs give finite outputs."""
+    x = image.draw.inputs(257)
+    expected = image.inference(x, "float32")
+    x[100, 0] = value
+    got = image.inference(x, "float32")
+    others = np.arange(257) != 100
+    np.testing.assert_array_equal(got[others], expected[others])
+    if np.isfinite(value):
+        assert np.isfinite(got[100]).all()
+
+
+def test_output_gradients_of_any_size(image):
+    """They are scaled by a power of two before they are rounded: tiny and huge ones lose nothing."""
+    x, dL_dy = image.draw.inputs(257), image.draw.output_gradients(257)
+    params, dx = image.backward(x, dL_dy)
+    for exponent in (-60, 40):
+        factor = np.float32(2.0**exponent)
+        scaled_params, scaled_dx = image.backward(x, dL_dy * factor)
+        np.testing.assert_array_equal(scaled_dx, dx * factor)
+        # tables and partial sums are added in any order: float32 rounding of sums of up to 257 terms
+        assert relative_error(scaled_params / factor, params) < 1e-5
+    nothing, no_dx = image.backward(x, 0 * dL_dy)
+    assert not nothing.any() and not no_dx.any()
