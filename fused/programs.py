@@ -23,7 +23,6 @@ from .plan import Architecture, KernelPlan, architecture, inference_plans
 from .stage_io import InferenceOptions, KernelBody
 from .target import OutlineTarget
 
-
 OUTLINE = OutlineTarget()
 
 
