@@ -256,6 +256,19 @@ class FusedRuntime:
         )
         finish(stream)
 
+    def backward_backward_input(
+        self,
+        x: ArrayView,
+        dL_ddLdinput: ArrayView,
+        dL_dy: ArrayView,
+        *,
+        dL_doutput: ArrayView,
+        params: ArrayView,
+        input: ArrayView,
+        stream: int | None = None,
+    ) -> None:
+        raise EngineUnavailable("second derivatives have no fused kernel yet")
+
     # ------------------------------------------------------------------------------------- training
     def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
         if not isinstance(optimizer, AdamSpec):
@@ -420,4 +433,6 @@ def create_runtime(
     if type(spec.encoding) not in ENCODINGS:
         name = type(spec.encoding).__name__.removesuffix("Spec")
         raise EngineUnavailable(f"the encoding {name} has no fused kernel yet")
+    if spec.network is not None and spec.network.bias:
+        raise EngineUnavailable("networks with biases (bias=true) have no fused kernel yet")
     return FusedRuntime(spec, params, open_device(device))

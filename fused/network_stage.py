@@ -5,7 +5,7 @@
     output           forward product, output activation, loss (or a given gradient), d of the output
 
 `hidden_layer` is a closure around the next layer's, so that a sample's way in and its gradient's way back are one
-function.
+function. A hidden width that is no multiple of 16 is padded in every tile; `make_clear_padding` keeps its padding 0.
 """
 
 from __future__ import annotations
@@ -71,6 +71,23 @@ def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]
         return target.device(load_and_go_on)
 
     return chain(loads), [nothing] * len(loads)
+
+
+def make_clear_padding(target: Target, spec: ModelSpec, layer: int, shape: FragmentShape) -> Callable:
+    """clear(fragment): 0 in the columns past the layer's own width, where phi(0) or a stray weight may stand."""
+    fan_out, _ = spec.logical_layer_shapes[layer]
+    if fan_out == shape.columns:
+
+        def clear(values):
+            return values
+
+    else:
+        mask, u32, all_rows = make_mask(target, shape), target.u32, shape.rows
+
+        def clear(values):
+            return mask(values, u32(0), u32(all_rows), u32(fan_out))
+
+    return target.device(clear)
 
 
 def make_output_layer(
@@ -158,6 +175,7 @@ def make_hidden_layer(
     )
     need_this, need_next = need[layer], need[layer + 1]
     keep_h, recall_h, keep_d, recall_d = h_keeper.keep, h_keeper.recall, d_keeper.keep, d_keeper.recall
+    clear = make_clear_padding(target, spec, layer, shape)
 
     def multiply(a, b):
         return a * b
@@ -169,13 +187,13 @@ def make_hidden_layer(
         def hidden(base, io, slot, first_row, h_in):
             need_this(base, io)
             z = forward(base, h_in)
-            h = pack(map_values(activation, z))
+            h = pack(clear(map_values(activation, z)))
             keep_h(base, io, slot, h)
             keep_d(base, io, slot, pack(map_values(gate, z)))  # phi' waits where d will stand
             d_next, total = inner(base, io, slot, first_row, h)
             need_next(base, io)
             g = backward(base, d_next)
-            d = pack(map_values(multiply, g, unpack(recall_d(base, io, slot))))
+            d = pack(clear(map_values(multiply, g, unpack(recall_d(base, io, slot)))))
             keep_d(base, io, slot, d)
             return d, total
 
@@ -183,12 +201,12 @@ def make_hidden_layer(
 
         def hidden(base, io, slot, first_row, h_in):
             need_this(base, io)
-            h = pack(map_values(activation, forward(base, h_in)))
+            h = pack(clear(map_values(activation, forward(base, h_in))))
             keep_h(base, io, slot, h)
             d_next, total = inner(base, io, slot, first_row, h)
             need_next(base, io)
             g = backward(base, d_next)
-            d = pack(map_values(apply_derivative, g, unpack(recall_h(base, io, slot))))
+            d = pack(clear(map_values(apply_derivative, g, unpack(recall_h(base, io, slot)))))
             keep_d(base, io, slot, d)
             return d, total
 
@@ -227,11 +245,16 @@ def make_network_forward(target: Target, spec: ModelSpec, plan: KernelPlan, need
                 return map_values(activation, forward(base, h))
 
             return target.device(output)
-        inner, pack = make_layer(layer + 1), make_pack(target, FragmentShape(plan.rows, tile.rows))
+        shape = FragmentShape(plan.rows, tile.rows)
+        inner, pack, clear = (
+            make_layer(layer + 1),
+            make_pack(target, shape),
+            make_clear_padding(target, spec, layer, shape),
+        )
 
         def hidden(base, io, h):
             need_this(base, io)
-            return inner(base, io, pack(map_values(activation, forward(base, h))))
+            return inner(base, io, pack(clear(map_values(activation, forward(base, h)))))
 
         return target.device(hidden)
 

@@ -5,6 +5,9 @@ runs silently; with a device that can't be used, or after fusion was asked for t
 one `JitFusionWarning` with the cause and the same call goes on in the reference from the same parameters and
 optimizer state. `strict` (implied by `engine="fused"`) raises `EngineUnavailable` instead. Kernels compile at their
 first use, so any call may be the one that finds out.
+
+Second derivatives are an exception: where the fused engine has none, the reference computes that call alone, from the
+current parameters, and the model stays where it is. `explain()` says so.
 """
 
 from __future__ import annotations
@@ -75,6 +78,7 @@ class SelectedEngine:
         self.training: tuple[OptimizerSpec, LossSpec] | None = None
         self.parameters_version = 0
         self._skipped_in_earlier_runtimes = 0
+        self._no_fused_second_order = ""  # the reason, once a call has found out
         self.runtime, self.reason = self._first_runtime(params)
 
     # -- choosing
@@ -191,6 +195,34 @@ class SelectedEngine:
         self._check_device(x, dL_dy, params, input)
         self.run(operation)
 
+    def backward_backward_input(
+        self,
+        x: ArrayView,
+        dL_ddLdinput: ArrayView,
+        dL_dy: ArrayView,
+        *,
+        dL_doutput: ArrayView,
+        params: ArrayView,
+        input: ArrayView,
+        stream: int | None = None,
+    ) -> None:
+        outputs = {"dL_doutput": dL_doutput, "params": params, "input": input}
+        self._check_device(x, dL_ddLdinput, dL_dy, *outputs.values())
+        runtime = self.runtime
+        if runtime.name == "fused":
+            try:
+                runtime.backward_backward_input(x, dL_ddLdinput, dL_dy, **outputs, stream=stream)
+                return
+            except EngineUnavailable as error:
+                if self.options.strictly_fused:
+                    raise
+                self._no_fused_second_order = str(error)
+            runtime = self._reference(runtime.get_params())
+        on_host = {name: _host_output(out) for name, out in outputs.items()}
+        runtime.backward_backward_input(x.on_host(), dL_ddLdinput.on_host(), dL_dy.on_host(), **on_host)
+        for name, out in outputs.items():
+            _write_back(out, on_host[name])
+
     def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
         self.run(lambda runtime: runtime.configure_training(optimizer, loss))
         self.training = (optimizer, loss)
@@ -243,7 +275,11 @@ class SelectedEngine:
         return self._skipped_in_earlier_runtimes + self.runtime.skipped_steps
 
     def explain(self) -> Explanation:
-        return replace(self.runtime.explain(), reason=self.reason)
+        explanation = replace(self.runtime.explain(), reason=self.reason)
+        if not (self.jit_fusion and self._no_fused_second_order):
+            return explanation
+        note = f"backward_backward_input is computed by the reference ({self._no_fused_second_order})"
+        return replace(explanation, notes=(*explanation.notes, note))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelectedEngine:
         twin = object.__new__(type(self))

@@ -44,13 +44,14 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which engine runs and why; printed by `print(model.explain())`."""
+    """Which engine runs and why; printed by `print(model.explain())`. `notes` are further remarks, one a line."""
 
     engine: str
     reason: str
     device: str
     dtype: str
     kernels: tuple[KernelReport, ...] = field(default=())
+    notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
         lines = [f"engine: {self.engine} ({self.reason})", f"device: {self.device}, compute in {self.dtype}"]
@@ -60,7 +61,7 @@ class Explanation:
                 f"  {k.name}: {k.plan}; {k.threads} threads, {k.registers} registers, {k.spill_bytes} B spilled, "
                 f"{k.shared_bytes} B shared memory, {made}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 class LossHandle(Protocol):
@@ -96,6 +97,23 @@ class Runtime(Protocol):
         """Forward again, then write dL/dparams [n_params] and dL/dx [batch, n_input_dims] (float32) where asked for.
 
         `accumulate` adds to what `params` holds instead of overwriting it. No loss scale goes in or comes out.
+        """
+
+    def backward_backward_input(
+        self,
+        x: ArrayView,
+        dL_ddLdinput: ArrayView,
+        dL_dy: ArrayView,
+        *,
+        dL_doutput: ArrayView,
+        params: ArrayView,
+        input: ArrayView,
+        stream: int | None = None,
+    ) -> None:
+        """Gradients of S = Σ ⟨dL_ddLdinput, dL/dx⟩, dL/dx being what `backward` gives for x and dL_dy.
+
+        Writes dS/d(dL_dy) [batch, n_output_dims], dS/dparams [n_params] and dS/dx [batch, n_input_dims] (float32).
+        An engine that has no second derivatives raises EngineUnavailable; the reference then does this call alone.
         """
 
     # -- training

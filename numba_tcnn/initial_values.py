@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from .layout import n_encoding_params, n_params
+from .layout import ParameterBlock, n_encoding_params, n_network_params, n_params, weight_blocks
 from .specs import CompositeSpec, EncodingSpec, GridSpec, ModelSpec
 
 MULTIPLIER = 0x5851F42D4C957F2D
@@ -131,16 +131,27 @@ def generator(seed: int, seeding: str) -> Pcg32:
 def initial_params(spec: ModelSpec, seed: int, *, seeding: str = "trainer") -> np.ndarray:
     """The flat float32 parameter vector [n_params] in the order of `layout.py`."""
     random = generator(seed, seeding)
-    params = np.empty(n_params(spec), np.float32)
-    offset = 0
-    for i, (fan_out, fan_in) in enumerate(spec.layer_shapes):
-        bound = weight_bound(spec.network.activation, i, fan_out, fan_in)
-        weights = params[offset : offset + fan_out * fan_in]
-        np.multiply(random.uniform(weights.size) * np.float32(2), bound, out=weights)
-        weights -= bound
-        offset += weights.size
-    draw_encoding_params(spec.encoding, random, params[offset:])
+    params = np.zeros(n_params(spec), np.float32)
+    for i, block in enumerate(weight_blocks(spec)):
+        draw_weights(block, i, spec, random, params)
+    draw_encoding_params(spec.encoding, random, params[n_network_params(spec) :])
     return params
+
+
+def draw_weights(block: ParameterBlock, layer: int, spec: ModelSpec, random: Pcg32, params: np.ndarray) -> None:
+    """Fills a weight matrix row by row, with the padding that tiny-cuda-nn has: its output rows, no other.
+
+    What pads the width of a hidden layer stays 0, as do biases: they take no numbers from the generator.
+    """
+    fan_out, fan_in = block.logical_shape
+    if layer == len(spec.layer_shapes) - 1:
+        fan_out = spec.padded_output_width
+    bound = weight_bound(spec.network.activation, layer, fan_out, fan_in)
+    weights = random.uniform(fan_out * fan_in).reshape(fan_out, fan_in)
+    weights *= np.float32(2)
+    weights *= bound
+    weights -= bound
+    block.stored(params)[:fan_out, :fan_in] = weights
 
 
 def weight_bound(activation: str, layer: int, fan_out: int, fan_in: int) -> np.float32:

@@ -1,8 +1,12 @@
 """Where each parameter lives in the flat float32 vector: a pure function of the model's spec.
 
-Order and padding are tiny-cuda-nn's: the network's weight matrices first (each row-major [fan_out, fan_in],
-padded rows and columns included), then the encoding's parameters. A grid stores level after level; entry `i`,
-feature `f` of a level stands at `(level.offset + i) * n_features_per_level + f` from the encoding's start.
+The order is tiny-cuda-nn's: the network's weight matrices first (each row-major [fan_out, fan_in], padded rows and
+columns included), then the encoding's parameters. Biases, which tiny-cuda-nn does not have, stand between them, layer
+after layer. A grid stores level after level; entry `i`, feature `f` of a level stands at
+`(level.offset + i) * n_features_per_level + f` from the encoding's start.
+
+Every width is padded to 16. tiny-cuda-nn does so for inputs and outputs only; a width of hidden layers that is no
+multiple of 16 makes our matrices larger than its, by rows and columns that nothing depends on.
 """
 
 from __future__ import annotations
@@ -74,8 +78,18 @@ def n_encoding_params(spec: EncodingSpec) -> int:
     return 0
 
 
-def n_network_params(spec: ModelSpec) -> int:
+def n_matrix_params(spec: ModelSpec) -> int:
+    """Elements of the weight matrices, which come first: what optimizers call matrix parameters."""
     return sum(fan_out * fan_in for fan_out, fan_in in spec.layer_shapes)
+
+
+def n_bias_params(spec: ModelSpec) -> int:
+    has_biases = spec.network is not None and spec.network.bias
+    return sum(fan_out for fan_out, _ in spec.layer_shapes) if has_biases else 0
+
+
+def n_network_params(spec: ModelSpec) -> int:
+    return n_matrix_params(spec) + n_bias_params(spec)
 
 
 def n_params(spec: ModelSpec) -> int:
@@ -84,29 +98,49 @@ def n_params(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True)
 class ParameterBlock:
-    """One named part of the flat vector: `shape` as stored, `logical_shape` without padding (its upper left corner)."""
+    """One named part of the flat vector: `shape` as stored, `logical_shape` without padding (its first corner)."""
 
     name: str
     offset: int
-    shape: tuple[int, int]
-    logical_shape: tuple[int, int]
+    shape: tuple[int, ...]
+    logical_shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        return self.shape[0] * self.shape[1]
+        return math.prod(self.shape)
+
+    def stored(self, params: np.ndarray) -> np.ndarray:
+        """This block of a flat vector, padding included, as a view."""
+        return params[self.offset : self.offset + self.size].reshape(self.shape)
+
+    def logical(self, params: np.ndarray) -> np.ndarray:
+        """This block of a flat vector without its padding, as a view."""
+        return self.stored(params)[tuple(slice(length) for length in self.logical_shape)]
+
+
+def weight_blocks(spec: ModelSpec) -> list[ParameterBlock]:
+    """layer0.weight, layer1.weight, ..., each [fan_out, fan_in]."""
+    blocks, offset = [], 0
+    for i, (shape, logical_shape) in enumerate(zip(spec.layer_shapes, spec.logical_layer_shapes, strict=True)):
+        blocks.append(ParameterBlock(f"layer{i}.weight", offset, shape, logical_shape))
+        offset += blocks[-1].size
+    return blocks
+
+
+def bias_blocks(spec: ModelSpec) -> list[ParameterBlock]:
+    """layer0.bias, layer1.bias, ..., each [fan_out]; none where the network has no biases."""
+    if spec.network is None or not spec.network.bias:
+        return []
+    blocks, offset = [], n_matrix_params(spec)
+    for i, (shape, logical_shape) in enumerate(zip(spec.layer_shapes, spec.logical_layer_shapes, strict=True)):
+        blocks.append(ParameterBlock(f"layer{i}.bias", offset, shape[:1], logical_shape[:1]))
+        offset += blocks[-1].size
+    return blocks
 
 
 def parameter_blocks(spec: ModelSpec) -> tuple[ParameterBlock, ...]:
-    """Named blocks in storage order: layer0.weight ..., grid.level0 ... (nested0.grid.level0 ... in a composite)."""
-    blocks, offset = [], 0
-    shapes = spec.layer_shapes
-    for i, (fan_out, fan_in) in enumerate(shapes):
-        rows = spec.n_output_dims if i == len(shapes) - 1 else spec.network.n_neurons
-        columns = spec.encoding_width if i == 0 else spec.network.n_neurons
-        blocks.append(ParameterBlock(f"layer{i}.weight", offset, (fan_out, fan_in), (rows, columns)))
-        offset += fan_out * fan_in
-    blocks.extend(_encoding_blocks(spec.encoding, offset, ""))
-    return tuple(blocks)
+    """All blocks in storage order: weights, biases, grid.level0 ... (nested0.grid.level0 ... in a composite)."""
+    return (*weight_blocks(spec), *bias_blocks(spec), *_encoding_blocks(spec.encoding, n_network_params(spec), ""))
 
 
 def _encoding_blocks(spec: EncodingSpec, offset: int, prefix: str) -> list[ParameterBlock]:

@@ -59,6 +59,15 @@ class Gradients:
     input: Any
 
 
+@dataclass(frozen=True)
+class SecondOrderGradients:
+    """Gradients of S = sum(v * dL/dx) with respect to dL/dy [batch, n_output_dims], the parameters, and x."""
+
+    dL_doutput: Any
+    params: Any
+    input: Any
+
+
 class Module(NotPickled):
     """A differentiable function of x with parameters. Made through one of its subclasses."""
 
@@ -151,15 +160,11 @@ class Module(NotPickled):
         """Copies of the named parts of the parameters, without padding.
 
         layer0.weight, layer1.weight, ...  [fan_out, fan_in]; the last one has n_output_dims rows
+        layer0.bias, layer1.bias, ...      [fan_out], where the network was made with "bias": true
         grid.level0, grid.level1, ...      [entries, features]; nested0.grid.level0 ... inside a composite
         """
         params = self.engine.get_params()
-        blocks = {}
-        for block in parameter_blocks(self.spec):
-            rows, columns = block.logical_shape
-            stored = params[block.offset : block.offset + block.size].reshape(block.shape)
-            blocks[block.name] = np.array(stored[:rows, :columns], np.float32)
-        return blocks
+        return {block.name: np.array(block.logical(params), np.float32) for block in parameter_blocks(self.spec)}
 
     def set_block(self, name: str, values: Any) -> None:
         """Set one block; padded rows and columns and all other blocks stay as they are."""
@@ -172,8 +177,7 @@ class Module(NotPickled):
         if host.dtype.kind not in "fiu" or host.shape != block.logical_shape:
             raise ValueError(f"{name} must be real of shape {block.logical_shape}, not {host.dtype} of {host.shape}")
         params = np.array(self.engine.get_params(), np.float32)
-        rows, columns = block.logical_shape
-        params[block.offset : block.offset + block.size].reshape(block.shape)[:rows, :columns] = host
+        block.logical(params)[...] = host
         self.engine.set_params(params)
 
     # -- computing
@@ -260,14 +264,8 @@ class Module(NotPickled):
         """
         if parameters not in ("overwrite", "accumulate", "ignore"):
             raise ValueError(f"parameters: {parameters!r} is none of overwrite, accumulate, ignore")
-        if context.module is not self:
-            raise ValueError("the context comes from another module's forward()")
-        if context.parameters_version != self.engine.parameters_version:
-            raise RuntimeError("the parameters have changed since this context's forward(); run forward() again")
-        x = context.x
-        upstream = self._batch(dL_dy, "dL_dy", self.n_output_dims)
-        if upstream.shape[0] != x.shape[0]:
-            raise ValueError(f"dL_dy has {upstream.shape[0]} rows, the context's x has {x.shape[0]}")
+        x = self._inputs_of(context)
+        upstream = self._rows_of_context(dL_dy, "dL_dy", self.n_output_dims, x)
 
         gradient = self._gradient_buffer(x, parameters)
         accumulate = parameters == "accumulate" and gradient is self._parameter_gradient
@@ -282,6 +280,47 @@ class Module(NotPickled):
         if gradient is not None:
             self._parameter_gradient = gradient
         return Gradients(*(v and v.result(stream) for v in (gradient, input_gradient)))
+
+    def _inputs_of(self, context: Context) -> ArrayView:
+        """The inputs that a context stands for, if the parameters still are those of its forward pass."""
+        if context.module is not self:
+            raise ValueError("the context comes from another module's forward()")
+        if context.parameters_version != self.engine.parameters_version:
+            raise RuntimeError("the parameters have changed since this context's forward(); run forward() again")
+        return context.x
+
+    def _rows_of_context(self, array: Any, name: str, n_columns: int, x: ArrayView) -> ArrayView:
+        v = self._batch(array, name, n_columns)
+        if v.shape[0] != x.shape[0]:
+            raise ValueError(f"{name} has {v.shape[0]} rows, the context's x has {x.shape[0]}")
+        return v
+
+    def backward_backward_input(
+        self, context: Context, dL_ddLdinput: Any, dL_doutput: Any, *, stream: int | None = None
+    ) -> SecondOrderGradients:
+        """How dL/dx depends on everything: the backward pass of the backward pass with respect to x.
+
+        For losses that contain a gradient, such as the eikonal loss (|df/dx| - 1)^2: `backward` with
+        `dL_doutput` [batch, n_output_dims] gives dL/dx; `dL_ddLdinput` [batch, n_input_dims] is the derivative of
+        the loss with respect to that. The result holds the derivatives of S = sum(dL_ddLdinput * dL/dx):
+
+        dL_doutput  [batch, n_output_dims], with respect to the given dL_doutput
+        params      [n_params]
+        input       [batch, n_input_dims], with respect to x
+
+        Where the fused engine has no second derivatives the reference computes them, from the same parameters.
+        """
+        x = self._inputs_of(context)
+        v = self._rows_of_context(dL_ddLdinput, "dL_ddLdinput", self.n_input_dims, x)
+        upstream = self._rows_of_context(dL_doutput, "dL_doutput", self.n_output_dims, x)
+        shapes = {"dL_doutput": upstream.shape, "params": (self.n_params,), "input": x.shape}
+        results = {name: self.engine.empty_like(x, shape, self._gradient_dtype) for name, shape in shapes.items()}
+        stream = stream if stream is not None else x.stream
+        if x.shape[0] > 0:
+            self.engine.backward_backward_input(x, v, upstream, **results, stream=stream)
+        else:
+            results["params"].write(np.zeros(self.n_params, self._gradient_dtype))
+        return SecondOrderGradients(**{name: result.result(stream) for name, result in results.items()})
 
     def _gradient_buffer(self, x: ArrayView, parameters: str) -> ArrayView | None:
         """Where dL/dparams goes: the last call's array to accumulate there, else a new one of the kind of x."""

@@ -109,9 +109,7 @@ def forward_and_backward(engine: SelectedEngine, x: ArrayView, dL_dy: ArrayView)
     engine.backward(x, dL_dy, params=gradient, accumulate=False, input=input_gradient)
     tensors = {"outputs": outputs.array, "input gradient": input_gradient.array}
     for block in blocks:
-        rows, columns = block.logical_shape
-        stored = gradient.array[block.offset : block.offset + block.size].reshape(block.shape)
-        tensors[block.name] = stored[:rows, :columns]
+        tensors[block.name] = block.logical(gradient.array)
     return tensors
 
 

@@ -166,13 +166,30 @@ EncodingSpec = (
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """A multi-layer perceptron without biases: `n_hidden_layers + 1` weight matrices, each [fan_out, fan_in]."""
+    """A multi-layer perceptron: one weight matrix [fan_out, fan_in] more than it has hidden layers.
+
+    `hidden` and `bias` are ours; tiny-cuda-nn has neither.
+
+    hidden  the width of each hidden layer, in place of `n_neurons` and `n_hidden_layers`
+    bias    whether each layer adds a bias [fan_out] to its product
+    """
 
     otype: str = "CutlassMLP"  # FullyFusedMLP | CutlassMLP
     n_neurons: int = 128
     n_hidden_layers: int = 5
     activation: str = "ReLU"
     output_activation: str = "None"
+    hidden: tuple[int, ...] | None = None
+    bias: bool = False
+
+    @property
+    def hidden_widths(self) -> tuple[int, ...]:
+        """Neurons of each hidden layer, without padding."""
+        return (self.n_neurons,) * self.n_hidden_layers if self.hidden is None else self.hidden
+
+
+def _shapes_between(widths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((fan_out, fan_in) for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -192,12 +209,21 @@ class ModelSpec:
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(fan_out, fan_in) of each weight matrix, padding included, in parameter order."""
+        """(fan_out, fan_in) of each weight matrix as stored, padding included, in parameter order."""
         if self.network is None:
             return ()
-        width = round_up(self.network.n_neurons, TENSOR_CORE_WIDTH)
-        widths = (self.encoding_width, *[width] * self.network.n_hidden_layers, self.padded_output_width)
-        return tuple((fan_out, fan_in) for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True))
+        hidden = (round_up(width, TENSOR_CORE_WIDTH) for width in self.network.hidden_widths)
+        return _shapes_between((self.encoding_width, *hidden, self.padded_output_width))
+
+    @property
+    def logical_layer_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(fan_out, fan_in) of each weight matrix without padding: nothing depends on what is stored beyond.
+
+        The columns of an encoding's padding belong to the first matrix: the encoding writes numbers there.
+        """
+        if self.network is None:
+            return ()
+        return _shapes_between((self.encoding_width, *self.network.hidden_widths, self.n_output_dims))
 
 
 # ------------------------------------------------------------------------------------ losses, optimizers
@@ -205,7 +231,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    otype: str = "RelativeL2"
+    """`gradient` is that of ConstantGradient, one number an output; other losses have none."""
+
+    otype: str = "RelativeL2"  # one of LOSSES | ConstantGradient
+    gradient: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,15 @@
 
 from .engine import ReferenceRuntime, create_runtime
 from .losses import evaluate_loss
-from .model import Gradients, Model
+from .model import Gradients, Model, SecondOrderGradients
 from .optimizers import make_optimizer
 
-__all__ = ["Gradients", "Model", "ReferenceRuntime", "create_runtime", "evaluate_loss", "make_optimizer"]
+__all__ = [
+    "Gradients",
+    "Model",
+    "ReferenceRuntime",
+    "SecondOrderGradients",
+    "create_runtime",
+    "evaluate_loss",
+    "make_optimizer",
+]

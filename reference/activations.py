@@ -18,6 +18,12 @@ With K = 10 as in tiny-cuda-nn, σ(x) = 1/(1 + e^-x), X = K z, and for Squareplu
     Softplus     ln(1 + e^X)/K        σ(X)                   1 - e^(-K h)
     Tanh         tanh z               1 - tanh² z            1 - h²
 
+Second derivatives, as functions of z, are for gradients of gradients. With σ' = σ (1 - σ) and τ = tanh(z/2) = 2σ - 1:
+
+    None, ReLU, LeakyReLU   0              Exponential  e^z                  Softplus    K σ'(X)
+    SiLU                    σ' (2 - z τ)   Sine         -sin z               Squareplus  2K/√(X² + 4)³
+    Sigmoid                 -σ' τ          Tanh         -2 h (1 - h²)
+
 Softplus and Squareplus are evaluated in forms that neither overflow nor cancel for any z.
 """
 
@@ -36,11 +42,12 @@ LEAKY_SLOPE = 0.01
 
 @dataclass(frozen=True)
 class Activation:
-    """φ; φ' as a function of z; φ' as a function of h = φ(z), None where there is no such function."""
+    """φ; φ' as a function of z; φ' as a function of h = φ(z), None where there is no such function; φ'' of z."""
 
     value: Function
     derivative_from_input: Function
     derivative_from_output: Function | None
+    second_derivative: Function
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -73,12 +80,20 @@ def silu_derivative(z: np.ndarray) -> np.ndarray:
     return s + z * s * (1 - s)
 
 
+def silu_second_derivative(z: np.ndarray) -> np.ndarray:
+    return sigmoid_derivative(z) * (2 - z * np.tanh(z / 2))
+
+
 def sigmoid_derivative_from_output(h: np.ndarray) -> np.ndarray:
     return h * (1 - h)
 
 
 def sigmoid_derivative(z: np.ndarray) -> np.ndarray:
     return sigmoid(z) * sigmoid(-z)
+
+
+def sigmoid_second_derivative(z: np.ndarray) -> np.ndarray:
+    return -sigmoid_derivative(z) * np.tanh(z / 2)
 
 
 def squareplus(z: np.ndarray) -> np.ndarray:
@@ -97,6 +112,10 @@ def squareplus_derivative(z: np.ndarray) -> np.ndarray:
     return squareplus_derivative_from_output(squareplus(z))
 
 
+def squareplus_second_derivative(z: np.ndarray) -> np.ndarray:
+    return 2 * K / np.hypot(K * z, 2) ** 3
+
+
 def softplus(z: np.ndarray) -> np.ndarray:
     X = K * z
     return (np.maximum(X, 0) + np.log1p(np.exp(-np.abs(X)))) / K
@@ -104,6 +123,10 @@ def softplus(z: np.ndarray) -> np.ndarray:
 
 def softplus_derivative(z: np.ndarray) -> np.ndarray:
     return sigmoid(K * z)
+
+
+def softplus_second_derivative(z: np.ndarray) -> np.ndarray:
+    return K * sigmoid_derivative(K * z)
 
 
 def softplus_derivative_from_output(h: np.ndarray) -> np.ndarray:
@@ -118,19 +141,29 @@ def tanh_derivative(z: np.ndarray) -> np.ndarray:
     return 1 - np.square(np.tanh(z))
 
 
+def tanh_second_derivative(z: np.ndarray) -> np.ndarray:
+    return -2 * np.tanh(z) * tanh_derivative(z)
+
+
+def minus_sine(z: np.ndarray) -> np.ndarray:
+    return -np.sin(z)
+
+
 def identity(z: np.ndarray) -> np.ndarray:
     return z
 
 
 ACTIVATIONS = {
-    "None": Activation(identity, np.ones_like, np.ones_like),
-    "ReLU": Activation(relu, step, step),
-    "LeakyReLU": Activation(leaky_relu, leaky_step, leaky_step),
-    "SiLU": Activation(silu, silu_derivative, None),
-    "Exponential": Activation(np.exp, np.exp, identity),
-    "Sine": Activation(np.sin, np.cos, None),
-    "Sigmoid": Activation(sigmoid, sigmoid_derivative, sigmoid_derivative_from_output),
-    "Squareplus": Activation(squareplus, squareplus_derivative, squareplus_derivative_from_output),
-    "Softplus": Activation(softplus, softplus_derivative, softplus_derivative_from_output),
-    "Tanh": Activation(np.tanh, tanh_derivative, tanh_derivative_from_output),
+    "None": Activation(identity, np.ones_like, np.ones_like, np.zeros_like),
+    "ReLU": Activation(relu, step, step, np.zeros_like),
+    "LeakyReLU": Activation(leaky_relu, leaky_step, leaky_step, np.zeros_like),
+    "SiLU": Activation(silu, silu_derivative, None, silu_second_derivative),
+    "Exponential": Activation(np.exp, np.exp, identity, np.exp),
+    "Sine": Activation(np.sin, np.cos, None, minus_sine),
+    "Sigmoid": Activation(sigmoid, sigmoid_derivative, sigmoid_derivative_from_output, sigmoid_second_derivative),
+    "Squareplus": Activation(
+        squareplus, squareplus_derivative, squareplus_derivative_from_output, squareplus_second_derivative
+    ),
+    "Softplus": Activation(softplus, softplus_derivative, softplus_derivative_from_output, softplus_second_derivative),
+    "Tanh": Activation(np.tanh, tanh_derivative, tanh_derivative_from_output, tanh_second_derivative),
 }

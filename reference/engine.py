@@ -8,7 +8,7 @@ import numpy as np
 
 from numba_tcnn.arrays import ArrayView
 from numba_tcnn.engines import Explanation
-from numba_tcnn.layout import n_network_params, n_params
+from numba_tcnn.layout import n_matrix_params, n_params
 from numba_tcnn.specs import LossSpec, ModelSpec, OptimizerSpec
 
 from .losses import loss_function
@@ -68,9 +68,25 @@ class ReferenceRuntime:
         if input is not None:
             input.numpy()[...] = gradients.input
 
+    def backward_backward_input(
+        self,
+        x: ArrayView,
+        dL_ddLdinput: ArrayView,
+        dL_dy: ArrayView,
+        *,
+        dL_doutput: ArrayView,
+        params: ArrayView,
+        input: ArrayView,
+        stream: int | None = None,
+    ) -> None:
+        gradients = self.model.backward_backward_input(x.numpy(), dL_ddLdinput.numpy(), dL_dy.numpy())
+        dL_doutput.numpy()[...] = gradients.dL_doutput
+        params.numpy()[...] = gradients.params
+        input.numpy()[...] = gradients.input
+
     def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
         loss_function(loss, self.spec.n_output_dims)  # refuses a loss that can't be evaluated
-        self.optimizer = make_optimizer(optimizer, n_params(self.spec), n_network_params(self.spec))
+        self.optimizer = make_optimizer(optimizer, n_params(self.spec), n_matrix_params(self.spec))
         self.loss = loss
         self.gradients = np.empty(n_params(self.spec), self.model.precision.compute)
         self._skipped_steps = 0

@@ -17,6 +17,7 @@ from numba_tcnn.specs import LossSpec, ModelSpec
 from .encodings import encode_padded, make_encoding
 from .losses import loss_function
 from .mlp import MLP, Trace
+from .mlp_second_order import SecondOrder
 from .precision import Precision
 
 FORWARD_ROWS = 1 << 12
@@ -35,7 +36,16 @@ class Gradients:
 
     def blocks(self) -> dict[str, np.ndarray]:
         """dL/dparams by the names of `layout.parameter_blocks`, as views, padding included."""
-        return {b.name: self.params[b.offset : b.offset + b.size].reshape(b.shape) for b in parameter_blocks(self.spec)}
+        return {block.name: block.stored(self.params) for block in parameter_blocks(self.spec)}
+
+
+@dataclass(frozen=True)
+class SecondOrderGradients:
+    """Gradients of S = Σ ⟨v, dL/dx⟩ with respect to dL/dy [batch, n_output_dims], the parameters, and x."""
+
+    dL_doutput: np.ndarray
+    params: np.ndarray
+    input: np.ndarray
 
 
 class Model:
@@ -111,6 +121,49 @@ class Model:
         scale = self.precision.gradient_scale(dL_dy)
         return self._gradients(x, lambda rows, y: dL_dy[rows] * scale, 1.0 / scale, params=params, input=input, out=out)
 
+    def backward_backward_input(self, x: np.ndarray, v: np.ndarray, dL_dy: np.ndarray) -> SecondOrderGradients:
+        """How the input gradient depends on everything: gradients of S = Σ ⟨v, dL/dx⟩ for weights v [batch, n_input].
+
+        With features φ = E(x) and u = dL/dφ, dL/dx = E'(x)ᵀ u depends on x through E' and through u; the encoding
+        differentiates the first with u held fixed, the network says how u depends on φ, and φ on x is the encoding's
+        ordinary backward pass. Sums over samples are in the compute format.
+        """
+        x, v, dL_dy = (self.precision.array(a) for a in (x, v, dL_dy))
+        result = SecondOrderGradients(
+            np.empty_like(dL_dy), np.zeros(n_params(self.spec), self.precision.compute), np.empty_like(x)
+        )
+        with np.errstate(all="ignore"):
+            for rows in pieces(len(x), GRADIENT_ROWS):
+                self._second_order(x[rows], v[rows], dL_dy[rows], rows, result)
+        return result
+
+    def _second_order(
+        self, x: np.ndarray, v: np.ndarray, dL_dy: np.ndarray, rows: slice, result: SecondOrderGradients
+    ) -> None:
+        """Writes the rows of dS/d(dL/dy) and dS/dx, adds to dS/dparams."""
+        network_gradient = result.params[: self.n_network_params]
+        encoding_gradient = result.params[self.n_network_params :]
+        n_own = self.encoding.spec.n_output_dims
+        if self.network is None:
+            tangent, dS_dparams, dS_dx = self.encoding.backward_backward_input(
+                x, dL_dy[:, :n_own], v, self.encoding_params
+            )
+            result.dL_doutput[rows] = padded(tangent, self.spec.n_output_dims)
+        else:
+            features, context = encode_padded(self.encoding, x, self.encoding_params, self.spec.encoding_width)
+            second = SecondOrder(self.network, self.precision.store(features), self.network_params, dL_dy)
+            tangent, dS_dparams, dS_dx = self.encoding.backward_backward_input(
+                x, second.dL_dfeatures[:, :n_own], v, self.encoding_params
+            )
+            tangent = padded(tangent, self.spec.encoding_width)
+            result.dL_doutput[rows], dS_dfeatures = second.backward(tangent, network_gradient)
+            own = dS_dfeatures[:, :n_own]
+            self.encoding.backward(
+                context, self.encoding_params, own, encoding_gradient if len(encoding_gradient) else None, dS_dx
+            )
+        encoding_gradient += dS_dparams
+        result.input[rows] = dS_dx
+
     def _gradients(self, x, dL_dy, factor, *, params, input, out) -> Gradients:
         """Sums gradients over the pieces of the batch; `factor` multiplies them at the end."""
         x = self.precision.array(x)
@@ -158,6 +211,11 @@ class Model:
         if needs_features:
             own = dL_dfeatures[:, : self.encoding.spec.n_output_dims]
             self.encoding.backward(context, self.encoding_params, own, encoding_gradient, dL_dx)
+
+
+def padded(columns: np.ndarray, width: int) -> np.ndarray:
+    """[batch, n] with zeros in further columns, up to `width`: derivatives of what an encoding is padded with."""
+    return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
 
 
 def pieces(batch: int, n_rows: int) -> Iterator[slice]:
