@@ -67,6 +67,16 @@ class Pcg32:
         self.advance(n)
         return result
 
+    def uint32_after(self, steps: np.ndarray) -> np.ndarray:
+        """The outputs, uint32, that come after `steps` (uint64, any shape) steps from here; the generator stays."""
+        states = np.full(steps.shape, self.state, np.uint64)
+        factor, addend = MULTIPLIER, self.increment
+        for bit in range(int(steps.max(initial=0)).bit_length()):
+            taken = steps >> np.uint64(bit) & np.uint64(1) != 0
+            states = np.where(taken, states * np.uint64(factor) + np.uint64(addend), states)
+            factor, addend = factor * factor & MASK64, (factor + 1) * addend & MASK64
+        return permute(states)
+
     def uniform(self, n: int) -> np.ndarray:
         """The next n floats, float32 [n] in [0, 1): the upper 23 bits of each output as a mantissa."""
         bits = self.uint32(n)

@@ -1,50 +1,37 @@
-"""The encodings this engine has, by the type of their spec, and what they have in common.
-
-An encoding is a class with
-
-    padding_value                                             what extra output columns hold
-    __init__(spec, precision)
-    forward(x, params, out) -> context                        writes `out` [batch, spec.n_output_dims]
-    backward(context, params, dL_dout, dL_dparams, dL_dx)     adds to the last two where they are not None
-
-x is [batch, spec.n_input_dims]; params is the encoding's part of the flat parameter vector; every array is in the
-compute format of the precision. A new encoding is a file with such a class and a line in `ENCODINGS`.
+"""The encodings this engine has, by the type of their spec. A new encoding is a file with a class as
+`encoding_contract.Encoding` says and a line in `ENCODINGS`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from numba_tcnn.engines import EngineUnavailable
-from numba_tcnn.specs import EncodingSpec, GridSpec, IdentitySpec
+from numba_tcnn.specs import (
+    CompositeSpec,
+    EmptySpec,
+    EncodingSpec,
+    FrequencySpec,
+    GridSpec,
+    IdentitySpec,
+    OneBlobSpec,
+    SphericalHarmonicsSpec,
+    TriangleWaveSpec,
+)
 
+from .composite import Composite
+from .empty import Empty
+from .encoding_contract import WHOLE_BATCH, Encoding, Samples, write_features
+from .frequency import Frequency
 from .grid import Grid
 from .identity import Identity
+from .oneblob import OneBlob
 from .precision import Precision
-
-
-class Encoding(Protocol):
-    padding_value: float
-    spec: EncodingSpec
-
-    def forward(self, x: np.ndarray, params: np.ndarray, out: np.ndarray) -> Any: ...
-
-    def backward(
-        self,
-        context: Any,
-        params: np.ndarray,
-        dL_dout: np.ndarray,
-        dL_dparams: np.ndarray | None,
-        dL_dx: np.ndarray | None,
-    ) -> None: ...
-
-
-ENCODINGS: dict[type, type[Encoding]] = {
-    GridSpec: Grid,
-    IdentitySpec: Identity,
-}
+from .spherical_harmonics import SphericalHarmonics
+from .triangle_wave import TriangleWave
 
 
 def make_encoding(spec: EncodingSpec, precision: Precision) -> Encoding:
@@ -55,12 +42,28 @@ def make_encoding(spec: EncodingSpec, precision: Precision) -> Encoding:
     return ENCODINGS[type(spec)](spec, precision)
 
 
-def encode_padded(encoding: Encoding, x: np.ndarray, params: np.ndarray, width: int) -> tuple[np.ndarray, Any]:
+def make_composite(spec: CompositeSpec, precision: Precision) -> Composite:
+    return Composite(spec, [make_encoding(child.encoding, precision) for child in spec.nested])
+
+
+ENCODINGS: dict[type, Callable[[Any, Precision], Encoding]] = {
+    CompositeSpec: make_composite,
+    EmptySpec: Empty,
+    FrequencySpec: Frequency,
+    GridSpec: Grid,
+    IdentitySpec: Identity,
+    OneBlobSpec: OneBlob,
+    SphericalHarmonicsSpec: SphericalHarmonics,
+    TriangleWaveSpec: TriangleWave,
+}
+
+
+def encode_padded(
+    encoding: Encoding, x: np.ndarray, params: np.ndarray, width: int, samples: Samples = WHOLE_BATCH
+) -> tuple[np.ndarray, Any]:
     """Features [batch, width] with the encoding's padding in the columns past its own, and its context.
 
     The array is stored feature by feature (column-major): encodings write columns, and BLAS reads either order.
     """
-    n_own = encoding.spec.n_output_dims
     features = np.empty((width, len(x)), x.dtype).T
-    features[:, n_own:] = encoding.padding_value
-    return features, encoding.forward(x, params, features[:, :n_own])
+    return features, write_features(encoding, x, params, features, samples)

@@ -8,57 +8,68 @@ and the features are the interpolation over the 2^D corners c of the cell, whose
 
     y_f = Σ_c W_c θ[row(c)]_f,      W_c = Π_d (bit d of c ? ω_d : 1 - ω_d)
 
-Nearest takes the single vertex g. A vertex's row in the level's table is its dense index Σ_d g_d N^d or, where the
-lattice is larger than a Hash level's table, the exclusive or of g_d·prime_d; either way modulo the table's size.
-Vertices are uint32 and wrap, so every input has a row: cells left of 0 wrap around the table, as in tiny-cuda-nn.
+Nearest takes the single vertex g. Which row of the table a vertex has is told in `grid_rows.py`.
 
-Backward, with u = dL/dy:
+Backward, with u = dL/dy and p_c = Σ_f u_f θ[row(c)]_f. ∂_g stands for the derivative of Σ_c W_c p_c by ω_g, an
+interpolation over the other dimensions of the differences along g:
 
     dL/dθ[row(c)]_f += W_c u_f
-    dL/dx_g = s ω'_g Σ_c ± Π_{d≠g} (ω_d or 1 - ω_d) Σ_f u_f θ[row(c)]_f      (+ where bit g of c is set)
+    dL/dx_g = s ω'_g ∂_g p
+
+Second order, with v = dL_ddx, a_g = s ω'_g v_g and S = Σ_g v_g dL/dx_g = Σ_c W'_c p_c, where W'_c = Σ_g a_g ∂W_c/∂ω_g:
+
+    dS/du_f = Σ_c W'_c θ[row(c)]_f
+    dS/dθ[row(c)]_f += W'_c u_f
+    dS/dx_g = s ω'_g Σ_{o≠g} a_o ∂_g ∂_o p + s² ω''_g v_g ∂_g p
 
 Columns are level-major: column ℓF + f. The code loops over levels, whose tables stay in the cache, and works on all
 samples at once; B is the batch, C = 2^D (1 for Nearest) the number of corners.
+
+Options
+    max_level                 levels ℓ ≥ m L + 0.001 are off, m being the sample's fraction of the L levels: their
+                              features and everything that comes back through them are 0
+    stochastic_interpolation  dL/dθ goes to one corner, chosen with probability W_c in each dimension apart, whole; one
+                              random number serves all dimensions of a sample and level, and every step draws the same
+    fixed_point_pos           the 32 bits of a float32 x are an integer, and the position x = integer / 2^32
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
-from numba_tcnn.engines import EngineUnavailable
+from numba_tcnn.initial_values import Pcg32
 from numba_tcnn.layout import GridLevel, grid_levels
 from numba_tcnn.specs import GridSpec
 
+from .encoding_contract import WHOLE_BATCH, Samples
+from .grid_rows import outer, rows_of_vertices
 from .precision import Precision
-
-PRIMES = {
-    "CoherentPrime": (1, 2654435761, 805459861, 3674653429, 2097192037, 1434869437, 2165219737),
-    "Prime": (1958374283, 2654435761, 805459861, 3674653429, 2097192037, 1434869437, 2165219737),
-    "ReversedPrime": (2165219737, 1434869437, 2097192037, 3674653429, 805459861, 2654435761, 1958374283),
-}
-
-MAX_UINT32_RESOLUTION = (2**32 - 1, 65535, 1625, 255, 84, 40, 23, 15, 11, 9)
-"""For D = 1, 2, ...: the largest N with N^D < 2^32. Finer dense lattices are indexed in uint64."""
 
 INT32_LIMIT = 2.0**31
 
 
+STOCHASTIC_SEED = 1337
+
+
 @dataclass(frozen=True)
 class Corners:
-    """Where each sample lies in one level.
+    """Where each sample lies in one level. Weights and derivatives are 0 where the level is off.
 
-    row     [C, B]  rows of the level's table
-    weight  [C, B]  W_c
-    omega   [D, B]  ω_d
-    slope   [D, B]  dω_d/dt_d
+    row        [C, B]  rows of the level's table
+    weight     [C, B]  W_c
+    omega      [D, B]  ω_d
+    slope      [D, B]  dω_d/dt_d
+    curvature  [D, B]  d²ω_d/dt_d²
     """
 
     row: np.ndarray
     weight: np.ndarray
     omega: np.ndarray
     slope: np.ndarray
+    curvature: np.ndarray
 
 
 class Grid:
@@ -67,86 +78,125 @@ class Grid:
     padding_value = 0.0
 
     def __init__(self, spec: GridSpec, precision: Precision):
-        if spec.stochastic_interpolation or spec.fixed_point_pos:
-            raise EngineUnavailable("Grid: stochastic_interpolation and fixed_point_pos are not implemented")
-        if spec.hash not in PRIMES:
-            raise EngineUnavailable(f"Grid: the hash {spec.hash} is not implemented")
-        if spec.type == "Hash" and spec.n_input_dims > len(PRIMES[spec.hash]):
-            raise EngineUnavailable(f"Grid: hashing is defined for up to {len(PRIMES[spec.hash])} input dims")
         self.spec = spec
         self.precision = precision
         self.levels = grid_levels(spec)
 
-    def forward(self, x: np.ndarray, params: np.ndarray, out: np.ndarray) -> list[Corners]:
-        """Writes the features of x into `out` [B, L·F]; returns what `backward` needs."""
+    def forward(
+        self, x: np.ndarray, params: np.ndarray, out: np.ndarray, samples: Samples = WHOLE_BATCH
+    ) -> tuple[Samples, list[Corners]]:
         coordinates = np.ascontiguousarray(x.T)
-        n_features = self.spec.n_features_per_level
-        table = params.reshape(-1, n_features)
+        table = self.by_entry(params)
         context = []
         for i, level in enumerate(self.levels):
-            corners = self.corners(coordinates, level)
+            corners = self.corners(coordinates, i, samples)
             values = rows_of(table, level).take(corners.row, axis=0)
-            for f in range(n_features):
-                out[:, i * n_features + f] = np.add.reduce(values[:, :, f] * corners.weight, axis=0)
+            weighted_sums(values, corners.weight, out[:, self.columns(i)])
             context.append(corners)
-        return context
+        return samples, context
 
     def backward(
         self,
-        context: list[Corners],
+        context: tuple[Samples, list[Corners]],
         params: np.ndarray,
         dL_dout: np.ndarray,
         dL_dparams: np.ndarray | None,
         dL_dx: np.ndarray | None,
     ) -> None:
-        """Adds to dL/dparams (as `params`) and dL/dx [B, D] where they are given; dL_dout is [B, L·F]."""
-        n_features = self.spec.n_features_per_level
-        table = params.reshape(-1, n_features)
-        gradient = None if dL_dparams is None else dL_dparams.reshape(-1, n_features)
-        for i, (level, corners) in enumerate(zip(self.levels, context, strict=True)):
-            u = np.ascontiguousarray(dL_dout[:, i * n_features : (i + 1) * n_features].T)  # [F, B]
+        samples, corners_of_levels = context
+        table = self.by_entry(params)
+        gradient = None if dL_dparams is None else self.by_entry(dL_dparams)
+        stochastic = self.spec.stochastic_interpolation and self.spec.interpolation != "Nearest"
+        for i, (level, corners) in enumerate(zip(self.levels, corners_of_levels, strict=True)):
+            u = np.ascontiguousarray(dL_dout[:, self.columns(i)].T)  # [F, B]
             if gradient is not None:
-                scatter(corners, u, rows_of(gradient, level))
+                row, weight = self.one_corner(corners, i, samples) if stochastic else (corners.row, corners.weight)
+                scatter(row, weight, u, rows_of(gradient, level))
             if dL_dx is not None and self.spec.interpolation != "Nearest":
-                values = rows_of(table, level).take(corners.row, axis=0)
-                projected = np.zeros_like(corners.weight)
-                for f in range(n_features):
-                    projected += values[:, :, f] * u[f]
-                dL_dx += (level.scale * corners.slope * directional_differences(projected, corners.omega)).T
+                p = projected(rows_of(table, level).take(corners.row, axis=0), u)
+                dL_dx += (level.scale * corners.slope * first_differences(p, corners.omega)).T
 
-    def corners(self, coordinates: np.ndarray, level: GridLevel) -> Corners:
-        """The vertices around every sample of `coordinates` [D, B]."""
-        cell, t = cell_and_fraction(self.precision.multiply_add(level.scale, coordinates, 0.5))
+    def backward_backward_input(
+        self,
+        x: np.ndarray,
+        dL_dy: np.ndarray,
+        dL_ddx: np.ndarray,
+        params: np.ndarray,
+        samples: Samples = WHOLE_BATCH,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        dL_ddLdy, dL_dparams, dL_dx = np.zeros_like(dL_dy), np.zeros_like(params), np.zeros_like(x)
+        if self.spec.interpolation == "Nearest":
+            return dL_ddLdy, dL_dparams, dL_dx
+        coordinates, v = np.ascontiguousarray(x.T), np.ascontiguousarray(dL_ddx.T)
+        table, gradient = self.by_entry(params), self.by_entry(dL_dparams)
+        for i, level in enumerate(self.levels):
+            corners = self.corners(coordinates, i, samples)
+            u = np.ascontiguousarray(dL_dy[:, self.columns(i)].T)
+            values = rows_of(table, level).take(corners.row, axis=0)
+            a = level.scale * corners.slope * v
+            tangent = weight_tangents(corners.omega, a)
+            weighted_sums(values, tangent, dL_ddLdy[:, self.columns(i)])
+            scatter(corners.row, tangent, u, rows_of(gradient, level))
+            p = projected(values, u)
+            dL_dx += (level.scale * corners.slope * mixed_differences(p, corners.omega, a)).T
+            dL_dx += (level.scale**2 * corners.curvature * v * first_differences(p, corners.omega)).T
+        return dL_ddLdy, dL_dparams, dL_dx
+
+    def by_entry(self, params: np.ndarray) -> np.ndarray:
+        """Flat parameters as the table [entries of all levels, F]."""
+        return params.reshape(-1, self.spec.n_features_per_level)
+
+    def columns(self, level: int) -> slice:
+        n_features = self.spec.n_features_per_level
+        return slice(level * n_features, (level + 1) * n_features)
+
+    def corners(self, coordinates: np.ndarray, i: int, samples: Samples) -> Corners:
+        """The vertices of level i around every sample of `coordinates` [D, B]."""
+        level = self.levels[i]
+        cell, t = self.position(coordinates, level)
         if self.spec.interpolation == "Nearest":
             vertices = cell[:, None, :]
             weight = np.ones_like(t[:1])
-            omega = slope = t
+            omega = slope = curvature = np.zeros_like(t)
         else:
             vertices = np.stack([cell, cell + np.uint32(1)], axis=1)  # [D, 2, B]
-            smooth = self.spec.interpolation == "Smoothstep"
-            omega = t * t * (3 - 2 * t) if smooth else t
-            slope = 6 * t * (1 - t) if smooth else np.ones_like(t)
+            if self.spec.interpolation == "Smoothstep":
+                omega, slope, curvature = t * t * (3 - 2 * t), 6 * t * (1 - t), 6 - 12 * t
+            else:
+                omega, slope, curvature = t, np.ones_like(t), np.zeros_like(t)
             weight = outer(np.multiply, [np.stack([1 - w, w]) for w in omega])
-        return Corners(self.rows(vertices, level), weight, omega, slope)
+        if samples.max_level is not None:
+            active = self.active(i, samples.max_level)
+            weight, slope, curvature = (np.where(active, array, 0) for array in (weight, slope, curvature))
+        return Corners(rows_of_vertices(vertices, level, self.spec), weight, omega, slope, curvature)
 
-    def rows(self, vertices: np.ndarray, level: GridLevel) -> np.ndarray:
-        """Table rows [C, B] of the vertices whose coordinates in dimension d are vertices[d], uint32 [1 or 2, B]."""
-        n_dims = len(vertices)
-        if level.hashed:
-            primes = np.array(PRIMES[self.spec.hash][:n_dims], np.uint32)
-            row = outer(np.bitwise_xor, [v * prime for v, prime in zip(vertices, primes, strict=True)])
-        else:
-            fits = n_dims <= len(MAX_UINT32_RESOLUTION) and level.resolution <= MAX_UINT32_RESOLUTION[n_dims - 1]
-            index_type = np.dtype(np.uint32 if fits else np.uint64)
-            modulus = 1 << (8 * index_type.itemsize)
-            strides = [index_type.type(level.resolution**d % modulus) for d in range(n_dims)]
-            row = outer(np.add, [v * stride for v, stride in zip(vertices.astype(index_type), strides, strict=True)])
-        size = row.dtype.type(level.n_entries)
-        if level.n_entries & (level.n_entries - 1) == 0:
-            row &= size - row.dtype.type(1)
-        else:
-            row %= size
-        return row.astype(np.intp)
+    def position(self, coordinates: np.ndarray, level: GridLevel) -> tuple[np.ndarray, np.ndarray]:
+        """g as uint32 and t, both [D, B]."""
+        if self.spec.fixed_point_pos:
+            return fixed_point_cell_and_fraction(coordinates, level.scale)
+        return cell_and_fraction(self.precision.multiply_add(level.scale, coordinates, 0.5))
+
+    def active(self, level: int, max_level: float | np.ndarray) -> np.ndarray:
+        """Whether the level is in use, for all samples or for each; compared in float32."""
+        n_levels = np.float32(self.spec.n_levels)
+        return np.float32(level) < np.asarray(max_level, np.float32) * n_levels + np.float32(1e-3)
+
+    def one_corner(self, corners: Corners, i: int, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+        """Row and weight [1, B] of the corner that gets all of a sample's gradient in level i.
+
+        With ρ uniform in [0, 1), from position (row in the batch) + i·(batch size) of the stream, it is the upper
+        vertex in every dimension where ρ < ω_d.
+        """
+        n_samples = corners.row.shape[1]
+        random = Pcg32(STOCHASTIC_SEED)
+        random.advance(samples.first_row + i * (samples.batch_size or n_samples))
+        upper = random.uniform(n_samples) < corners.omega
+        corner = np.add.reduce([bit.astype(np.intp) << d for d, bit in enumerate(upper)])
+        row = np.take_along_axis(corners.row, corner[None], axis=0)
+        weight = np.ones_like(corners.weight[:1])
+        if samples.max_level is not None:
+            weight = np.where(self.active(i, samples.max_level), weight, 0)
+        return row, weight
 
 
 def rows_of(table: np.ndarray, level: GridLevel) -> np.ndarray:
@@ -168,32 +218,72 @@ def cell_and_fraction(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return saturated.astype(np.int32).view(np.uint32), fraction
 
 
-def outer(combine: np.ufunc, factors: list[np.ndarray]) -> np.ndarray:
-    """combine(factors[0][c_0], factors[1][c_1], ...) for all combinations: [n_0·n_1·..., B], c_0 running fastest."""
-    result = factors[0]
-    for factor in factors[1:]:
-        result = combine(result[None], factor[:, None]).reshape(-1, result.shape[-1])
-    return result
+def fixed_point_cell_and_fraction(coordinates: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """The same for x = n / 2^32, n the bits of x as a float32: in integers, q = (n + ⌊c/2⌋) / c with cells of c.
 
-
-def scatter(corners: Corners, u: np.ndarray, gradient: np.ndarray) -> None:
-    """gradient[row(c)]_f += W_c u_f, summed in float64. `gradient` is [n_entries, F], u is [F, B]."""
-    row = corners.row.ravel()
-    for f in range(len(u)):
-        gradient[:, f] += np.bincount(row, (corners.weight * u[f]).ravel(), minlength=len(gradient))
-
-
-def directional_differences(projected: np.ndarray, omega: np.ndarray) -> np.ndarray:
-    """Derivatives [D, B] of the interpolation of corner values [2^D, B] with respect to each ω_g.
-
-    The leading bit of the corner is removed dimension by dimension: by interpolation, or by a difference along g.
+    A sum beyond 2^32 wraps; its cell is counted from ⌊s⌋. Where s does not divide 2^32, c is rounded down and t may
+    pass 1 by a rounding. (float64 models see the bits as long as they are not those of a signalling NaN.)
     """
-    n_dims = len(omega)
-    result = np.empty_like(omega)
-    for g in range(n_dims):
-        remaining = projected
-        for d in reversed(range(n_dims)):
-            lower, upper = remaining.reshape(2, -1, remaining.shape[-1])
-            remaining = upper - lower if d == g else lower + omega[d] * (upper - lower)
-        result[g] = remaining[0]
+    n = coordinates.astype(np.float32, copy=False).view(np.uint32)
+    c = np.uint32(min(int(np.float32(2**32) / np.float32(max(scale, 1.0))), 2**32 - 1))
+    half = c // np.uint32(2)
+    shifted = n + half
+    cell = shifted // c + np.where(shifted < half, np.uint32(scale), np.uint32(0))
+    fraction = (shifted - cell * c).astype(coordinates.dtype)
+    return cell, fraction * coordinates.dtype.type(scale / 2**32)
+
+
+def weighted_sums(values: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
+    """out[b, f] = Σ_c values[c, b, f] weight[c, b]."""
+    for f in range(out.shape[1]):
+        out[:, f] = np.add.reduce(values[:, :, f] * weight, axis=0)
+
+
+def projected(values: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """p [C, B] = Σ_f values[c, b, f] u[f, b]."""
+    p = np.zeros(values.shape[:2], values.dtype)
+    for f in range(len(u)):
+        p += values[:, :, f] * u[f]
+    return p
+
+
+def scatter(row: np.ndarray, weight: np.ndarray, u: np.ndarray, gradient: np.ndarray) -> None:
+    """gradient[row(c)]_f += W_c u_f, summed in float64. `gradient` is [n_entries, F], u is [F, B]."""
+    row = row.ravel()
+    for f in range(len(u)):
+        gradient[:, f] += np.bincount(row, (weight * u[f]).ravel(), minlength=len(gradient))
+
+
+def interpolated(p: np.ndarray, omega: np.ndarray, along: tuple[int, ...]) -> np.ndarray:
+    """Corner values p [2^D, B] interpolated to [B], but differences upper - lower in the dimensions `along`.
+
+    The leading bit of the corner is removed dimension by dimension.
+    """
+    for d in reversed(range(len(omega))):
+        lower, upper = p.reshape(2, -1, p.shape[-1])
+        p = upper - lower if d in along else lower + omega[d] * (upper - lower)
+    return p[0]
+
+
+def first_differences(p: np.ndarray, omega: np.ndarray) -> np.ndarray:
+    """∂_g p for all g, [D, B]."""
+    return np.stack([interpolated(p, omega, (g,)) for g in range(len(omega))])
+
+
+def mixed_differences(p: np.ndarray, omega: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """Σ_{o≠g} a_o ∂_g ∂_o p for all g, [D, B]."""
+    result = np.zeros_like(omega)
+    for g, o in itertools.combinations(range(len(omega)), 2):
+        mixed = interpolated(p, omega, (g, o))
+        result[g] += a[o] * mixed
+        result[o] += a[g] * mixed
     return result
+
+
+def weight_tangents(omega: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """W'_c = Σ_g a_g ∂W_c/∂ω_g, [C, B]."""
+    factors = [np.stack([1 - w, w]) for w in omega]
+    terms = []
+    for g in range(len(omega)):
+        terms.append(outer(np.multiply, [*factors[:g], np.stack([-a[g], a[g]]), *factors[g + 1 :]]))
+    return np.add.reduce(terms)

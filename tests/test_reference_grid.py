@@ -11,7 +11,8 @@ import pytest
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.layout import GridLevel, grid_levels, n_encoding_params
 from numba_tcnn.reference import Model
-from numba_tcnn.reference.grid import Grid, cell_and_fraction
+from numba_tcnn.reference.grid import cell_and_fraction
+from numba_tcnn.reference.grid_rows import rows_of_vertices
 from numba_tcnn.reference.precision import Precision
 from numba_tcnn.specs import GridSpec, ModelSpec
 
@@ -31,10 +32,9 @@ def bare(spec: GridSpec) -> ModelSpec:
 )
 @pytest.mark.parametrize("log2_size", [19, 31])
 def test_hash_vectors(vertex: tuple[int, ...], hash: int, log2_size: int) -> None:
-    grid = Grid(GridSpec(len(vertex)), Precision("float32"))
     level = GridLevel(1.0, 1 << 20, 1 << log2_size, 0, hashed=True)
     vertices = np.array(vertex, np.uint32)[:, None, None]
-    assert grid.rows(vertices, level).tolist() == [[hash % (1 << log2_size)]]
+    assert rows_of_vertices(vertices, level, GridSpec(len(vertex))).tolist() == [[hash % (1 << log2_size)]]
 
 
 HALF_TABLE = np.float16((np.arange(512) % 17 - 8) / 16).astype(np.float32)
