@@ -1,0 +1,1 @@
+"""Measurements on a GPU, run from the checkout: `python -m benchmarks.ledger_rows`, `python -m benchmarks.plans`."""
