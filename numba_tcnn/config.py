@@ -16,29 +16,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config_encodings import (
-    ENCODINGS,
-    MAX_WIDTH,
-    N_INPUT_DIMS,
-    check_n_params,
-    padded_width,
-    parse_encoding,
-)
-from .config_keys import (
-    Choice,
-    Component,
-    ConfigError,
-    Family,
-    Integer,
-    Parsed,
-    describe,
-    read_keys,
-)
+from .config_encodings import ENCODINGS, check_n_params, padded_width, parse_encoding
+from .config_keys import ConfigError, Parsed, describe, read_keys
+from .config_losses import parse_loss
+from .config_networks import N_OUTPUT_DIMS, network_and_dims, parse_network
 from .config_optimizers import OPTIMIZERS, parse_optimizer
 from .layout import n_params
 from .specs import (
-    ACTIVATIONS,
-    LOSSES,
     TENSOR_CORE_WIDTH,
     CompositeOptimizerSpec,
     CompositeSpec,
@@ -63,27 +47,6 @@ __all__ = [
     "parse_optimizer",
     "to_config",
 ]
-
-FULLY_FUSED_WIDTHS = (16, 32, 64, 128)
-N_OUTPUT_DIMS = Integer("n_output_dims", 1, MAX_WIDTH)
-
-NETWORK_KEYS = (
-    Integer("n_neurons", 1, MAX_WIDTH),
-    Integer("n_hidden_layers", 0, 1024),
-    Choice("activation", ACTIVATIONS),
-    Choice("output_activation", ACTIVATIONS),
-)
-NETWORKS = Family(
-    "a network",
-    default="MLP",
-    components=(
-        Component("FullyFusedMLP", NetworkSpec, NETWORK_KEYS, aliases=("MegakernelMLP",)),
-        Component("CutlassMLP", NetworkSpec, NETWORK_KEYS, aliases=("MLP",)),
-    ),
-    common=(N_INPUT_DIMS, N_OUTPUT_DIMS),
-)
-LOSS_FAMILY = Family("a loss", default="RelativeL2", components=tuple(Component(name, LossSpec) for name in LOSSES))
-
 
 # ------------------------------------------------------------------------------------------- reading JSON
 
@@ -162,37 +125,6 @@ def config_parts(source: Mapping | str | os.PathLike) -> ConfigParts:
 # --------------------------------------------------------------------------------------- config to specs
 
 
-def parse_loss(config: Mapping | str, path: str = "loss") -> LossSpec:
-    """The spec of a loss, from its config or just its name."""
-    component, _ = LOSS_FAMILY.select({"otype": config} if isinstance(config, str) else config, path)
-    return LossSpec(component.name)
-
-
-def parse_network(config: Mapping, *, path: str = "network") -> NetworkSpec:
-    """The spec of a multi-layer perceptron. How wide its input and output are is in the `ModelSpec`."""
-    spec, _ = _network_and_dims(config, path)
-    return spec
-
-
-def _network_and_dims(config: Mapping, path: str) -> tuple[NetworkSpec, dict[str, int]]:
-    """The spec, and n_input_dims and n_output_dims where the config has them."""
-    component, values = NETWORKS.select(config, path)
-    dims = {key.name: values.pop(key.name) for key in (N_INPUT_DIMS, N_OUTPUT_DIMS) if key.name in values}
-    spec = NetworkSpec(component.name, **values)
-    if spec.otype == "FullyFusedMLP":
-        if spec.n_neurons not in FULLY_FUSED_WIDTHS:
-            widths = ", ".join(map(str, FULLY_FUSED_WIDTHS))
-            raise ConfigError(
-                f"{path}.n_neurons: {spec.n_neurons} is not one of {widths}, the widths of FullyFusedMLP; "
-                f"otype CutlassMLP takes any"
-            )
-        if spec.n_hidden_layers == 0:
-            raise ConfigError(
-                f"{path}.n_hidden_layers: 0 is not at least 1, which FullyFusedMLP needs; otype CutlassMLP takes 0"
-            )
-    return spec, dims
-
-
 def parse_model(
     n_input_dims: int,
     n_output_dims: int | None,
@@ -218,7 +150,7 @@ def parse_model(
         return ModelSpec(encoding.n_input_dims, width, encoding, None, width)
 
     n_output_dims = N_OUTPUT_DIMS.read(n_output_dims, "n_output_dims")
-    network, dims = _network_and_dims(network_config, "network")
+    network, dims = network_and_dims(network_config, "network")
     spec = ModelSpec(encoding.n_input_dims, n_output_dims, encoding, network, width)
     if dims.get("n_output_dims", n_output_dims) != n_output_dims:
         raise ConfigError(f"network.n_output_dims: {dims['n_output_dims']} disagrees with the model's {n_output_dims}")
@@ -250,10 +182,20 @@ def to_config(spec: EncodingSpec | NetworkSpec | LossSpec | OptimizerSpec | Mode
         if field.name == "nested":
             config["nested"] = _nested_to_config(spec, value)
         elif field.name not in ("n_input_dims", "n_params_to_optimize"):
-            config[field.name] = value
+            config[field.name] = list(value) if isinstance(value, tuple) else value
+    return {key: value for key, value in config.items() if key not in _without_meaning(spec)}
+
+
+def _without_meaning(spec: Any) -> tuple[str, ...]:
+    """Keys that say nothing here, and those of ours that tiny-cuda-nn does not know, where they are off."""
+    if isinstance(spec, NetworkSpec):
+        widths = ("hidden",) if spec.hidden is None else ("n_neurons", "n_hidden_layers")
+        return widths if spec.bias else (*widths, "bias")
+    if isinstance(spec, LossSpec) and not spec.gradient:
+        return ("gradient",)
     if isinstance(spec, GridSpec) and spec.type != "Hash":
-        del config["log2_hashmap_size"]
-    return config
+        return ("log2_hashmap_size",)
+    return ()
 
 
 def _nested_to_config(spec: Any, nested: Any) -> Any:

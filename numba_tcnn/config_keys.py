@@ -162,6 +162,25 @@ class Choice(Key):
 
 
 @dataclass(frozen=True)
+class Array(Key):
+    """An array of numbers, each of which `item` allows; its value is a tuple."""
+
+    item: Key
+    shortest: int
+    longest: int
+
+    @property
+    def allowed(self) -> str:
+        return f"an array of {self.shortest} to {self.longest} items, each {self.item.allowed}"
+
+    def convert(self, value: object) -> Any:
+        if not isinstance(value, list | tuple) or not self.shortest <= len(value) <= self.longest:
+            return _REFUSED
+        items = tuple(self.item.convert(item) for item in value)
+        return _REFUSED if any(item is _REFUSED for item in items) else items
+
+
+@dataclass(frozen=True)
 class Objects(Key):
     """A non-empty array of objects; who asked for it reads each."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .config import config_parts, load_config, parse_loss, parse_model, parse_optimizer
+from .config_losses import check_loss
 from .engine_selection import EngineOptions
 from .engines import Explanation
 from .fit import History, fit, predict
@@ -137,6 +138,7 @@ def create_from_config(
     parts = config_parts(loaded)
     spec = parse_model(n_input_dims, n_output_dims, parts.encoding, parts.network)
     loss = Loss(parse_loss(parts.loss))
+    check_loss(loss.spec, spec.n_output_dims)
     optimizer = Optimizer(parse_optimizer(parts.optimizer, n_params=n_params(spec)))
     options = EngineOptions(engine, dtype, device, seed, deterministic, strict)
     network = NetworkWithInputEncoding._of(spec, options, seeding="trainer")

@@ -30,7 +30,9 @@ class Loss:
         """(values, gradients), NumPy arrays [batch, n_output_dims], computed on the host.
 
         Values are divided by n_output_dims * batch: their sum is the mean loss. Gradients are those of that sum with
-        respect to the prediction, times `loss_scale`. float64 predictions stay float64, all others become float32.
+        respect to the prediction, times `loss_scale`; ConstantGradient's are just its numbers times `loss_scale`.
+        Both are divided by `data_pdf` [batch, n_output_dims], the density with which a sample was drawn.
+        float64 predictions stay float64, all others become float32.
         """
         predicted = view(prediction, "prediction")
         if len(predicted.shape) != 2:

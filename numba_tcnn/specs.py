@@ -33,6 +33,9 @@ LOSSES = (
     "Variance",
 )
 
+N_COLOURS = 3
+"""Outputs that a luminance is made of: red, green, blue."""
+
 TENSOR_CORE_WIDTH = 16
 """Widths of matrices are padded to this many rows and columns."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import ArrayView
+from .config_losses import check_loss
 from .engines import Explanation, LossHandle
 from .initial_values import initial_params
 from .modules import Module, NotPickled
@@ -62,6 +63,7 @@ class Trainer(NotPickled):
         self.network = network
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else create_optimizer(optimizer)
         self.loss = loss if isinstance(loss, Loss) else create_loss(loss)
+        check_loss(self.loss.spec, network.n_output_dims)
         if not keep_parameters:
             network.engine.set_params(initial_params(network.spec, seed, seeding="trainer"))
         network.engine.configure_training(self.optimizer.spec, self.loss.spec)

@@ -11,10 +11,11 @@ With d = p - t and the density π of the sample (1 where there is none; Monte-Ca
     Smape         |d|/((|t| + |p|)/2 + ε)/π         sign(d)/((|t| + |p|)/2 + ε)/π
     CrossEntropy  -t ln(p)/π                        -t/p/π
     Variance      t²/π (1/p - 1/π)                  -t²/π/p²
+    ConstantGradient      0                         c_j/π for output j, not divided by n·batch
 
 ε = 0.01. As in tiny-cuda-nn, relative losses do not differentiate their denominator (it is a weight, held fixed), and
 sign(0) is the sign of the zero, so the gradients of the L1 family never vanish. The functions carry no 1/(n·batch):
-`evaluate_loss` applies it, and the training step does at its very end.
+`evaluate_loss` applies it, and the training step does at its very end (`mean_factor`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from numba_tcnn.specs import LossSpec
+from numba_tcnn.config_losses import check_loss
+from numba_tcnn.specs import N_COLOURS, LossSpec
 
 EPSILON = 0.01
-LUMINANCE_WEIGHTS = (0.299, 0.587, 0.114)
+LUMINANCE_WEIGHTS = (0.299, 0.587, 0.114)  # of red, green, blue
 
 Density = np.ndarray | float
 LossFunction = Callable[[np.ndarray, np.ndarray, Density], tuple[np.ndarray, np.ndarray]]
@@ -58,7 +60,9 @@ def relative_l2(p: np.ndarray, t: np.ndarray, pdf: Density) -> tuple[np.ndarray,
 
 def luminance(p: np.ndarray) -> np.ndarray:
     """Λ [batch, 1] of the rows of p: columns 0, 1, 2 are red, green, blue; 3, 4, 5, if there, are added to them."""
-    colour = p[:, 0:3] + p[:, 3:6] if p.shape[1] >= 6 else p[:, 0:3]
+    colour = p[:, :N_COLOURS]
+    if p.shape[1] >= 2 * N_COLOURS:
+        colour = colour + p[:, N_COLOURS : 2 * N_COLOURS]
     return colour @ np.asarray(LUMINANCE_WEIGHTS, p.dtype)[:, None]
 
 
@@ -85,6 +89,13 @@ def variance(p: np.ndarray, t: np.ndarray, pdf: Density) -> tuple[np.ndarray, np
     return factor / p - factor / pdf, -factor / np.square(p)
 
 
+def constant_gradient(gradient: tuple[float, ...]) -> LossFunction:
+    def evaluate(p: np.ndarray, t: np.ndarray, pdf: Density) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros_like(p), np.broadcast_to(np.asarray(gradient, p.dtype), p.shape) / pdf
+
+    return evaluate
+
+
 LOSSES: dict[str, LossFunction] = {
     "L1": l1,
     "L2": l2,
@@ -99,10 +110,14 @@ LOSSES: dict[str, LossFunction] = {
 
 
 def loss_function(spec: LossSpec, n_output_dims: int) -> LossFunction:
-    """The function named by the spec. Raises ValueError where it can't be evaluated on rows of `n_output_dims`."""
-    if spec.otype == "RelativeL2Luminance" and n_output_dims < len(LUMINANCE_WEIGHTS):
-        raise ValueError(f"RelativeL2Luminance needs at least 3 outputs (red, green, blue), not {n_output_dims}")
-    return LOSSES[spec.otype]
+    """The function that the spec means. Raises ConfigError where it can't be evaluated on rows of `n_output_dims`."""
+    check_loss(spec, n_output_dims)
+    return constant_gradient(spec.gradient) if spec.otype == "ConstantGradient" else LOSSES[spec.otype]
+
+
+def mean_factor(spec: LossSpec, n: int) -> float:
+    """What values and gradients of n = n_output_dims·batch elements are multiplied with."""
+    return 1.0 if spec.otype == "ConstantGradient" else 1.0 / max(n, 1)
 
 
 def evaluate_loss(
@@ -118,7 +133,7 @@ def evaluate_loss(
     `loss_scale`.
     """
     loss = loss_function(spec, prediction.shape[1])
-    n = max(prediction.size, 1)
+    factor = mean_factor(spec, prediction.size)
     with np.errstate(all="ignore"):
         values, gradients = loss(prediction, target, 1.0 if data_pdf is None else data_pdf)
-        return values / n, gradients * (loss_scale / n)
+        return values * factor, gradients * (loss_scale * factor)
