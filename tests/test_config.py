@@ -17,6 +17,7 @@ from numba_tcnn.config import (
     parse_optimizer,
     to_config,
 )
+from numba_tcnn.config_losses import check_loss
 from numba_tcnn.layout import grid_levels, n_params
 
 ROOT = Path(__file__).parent.parent
@@ -173,6 +174,46 @@ def test_loss_names():
     assert parse_loss("mape") == parse_loss({"otype": "MAPE"}) == specs.LossSpec("Mape")
     for name in specs.LOSSES:
         assert to_config(parse_loss({"otype": name.upper()})) == {"otype": name}
+
+
+def test_a_constant_gradient_is_a_loss():
+    spec = parse_loss({"otype": "constantgradient", "gradient": [1, -0.5]})
+    assert spec == specs.LossSpec("ConstantGradient", (1.0, -0.5))
+    assert to_config(spec) == {"otype": "ConstantGradient", "gradient": [1.0, -0.5]}
+    with pytest.raises(ConfigError, match=r"^loss\.gradient: missing, ConstantGradient needs it$"):
+        parse_loss("ConstantGradient")
+    with pytest.raises(ConfigError, match=r"^loss\.gradient: \[\] is not an array of 1 to 65536 items"):
+        parse_loss({"otype": "ConstantGradient", "gradient": []})
+    with pytest.raises(ConfigError, match=r"^loss\.gradient: unknown key"):
+        parse_loss({"otype": "L2", "gradient": [1]})
+
+
+def test_losses_fit_the_outputs():
+    check_loss(parse_loss("RelativeL2Luminance"), 3)
+    check_loss(parse_loss("L2"), 1)
+    with pytest.raises(ConfigError, match="^loss: RelativeL2Luminance needs at least 3 outputs .*, not 2$"):
+        check_loss(parse_loss("RelativeL2Luminance"), 2)
+    constant = parse_loss({"otype": "ConstantGradient", "gradient": [1, 2]})
+    check_loss(constant, 2)
+    with pytest.raises(ConfigError, match=r"^loss\.gradient: 2 numbers for 3 outputs"):
+        check_loss(constant, 3)
+
+
+def test_per_layer_widths_and_biases_are_options_of_ours():
+    """Off they leave no trace in a config, so that what we write is tiny-cuda-nn's own."""
+    network = parse_network({"otype": "MLP", "hidden": [64, 32, 16], "bias": True})
+    assert network == specs.NetworkSpec("CutlassMLP", hidden=(64, 32, 16), bias=True)
+    assert network.hidden_widths == (64, 32, 16)
+    assert to_config(network) == {
+        "otype": "CutlassMLP",
+        "activation": "ReLU",
+        "output_activation": "None",
+        "hidden": [64, 32, 16],
+        "bias": True,
+    }
+    model = parse_model(3, 4, {}, {"hidden": [64, 32, 16]})
+    assert model.layer_shapes == ((64, 48), (32, 64), (16, 32), (16, 16))
+    assert parse_model(3, 4, {}, {"hidden": []}).layer_shapes == ((16, 48),)
 
 
 def test_activation_names_in_any_case():
@@ -346,7 +387,10 @@ def encoding_error(config, n_input_dims=3):
             {"otype": "Grid", "interpolation": "Linaer"},
             'encoding.interpolation: "Linaer" is not one of Nearest, Linear, Smoothstep, did you mean Linear?',
         ),
-        ({"otype": "Grid", "hash": "Prime"}, 'encoding.hash: "Prime" is not CoherentPrime (tiny-cuda-nn knows '),
+        (
+            {"otype": "Grid", "hash": "BaseConvort"},
+            'encoding.hash: "BaseConvort" is not one of Prime, CoherentPrime, ReversedPrime, Rng, BaseConvert, did you',
+        ),
         (
             {"otype": "Grid", "n_levels": 4, "n_features": 8},
             "encoding.n_features: stands beside n_levels, only one of them may be given",
@@ -426,8 +470,7 @@ def test_encoding_errors(config, message):
 @pytest.mark.parametrize(
     ("otype", "n_input_dims", "message"),
     [
-        ("HashGrid", 1, "encoding: a grid has 2, 3 or 4 input dims, not 1"),
-        ("HashGrid", 5, "encoding: a grid has 2, 3 or 4 input dims, not 5"),
+        ("HashGrid", 8, "encoding: a grid has 1 to 7 input dims, not 8"),
         ("SphericalHarmonics", 2, "encoding: SphericalHarmonics has 3 input dims, not 2"),
         ("Identity", 0, "n_input_dims: 0 is not an integer from 1 to 65536"),
         ("Identity", True, "n_input_dims: true is not an integer from 1 to 65536"),
@@ -458,6 +501,13 @@ def test_input_dim_errors(otype, n_input_dims, message):
         ({"n_output_dims": 3}, "network.n_output_dims: 3 disagrees with the model's 4"),
         ({"n_input_dims": 5}, "network.n_input_dims: 5 disagrees with the model's 3 and the encoding's 48"),
         ([], "network: [] is not an object"),
+        ({"hidden": [64], "n_neurons": 64}, "network.hidden: gives the width of every hidden layer; leave n_neurons"),
+        ({"n_hidden_layers": 1, "hidden": [64]}, "network.hidden: gives the width of every hidden layer; leave n_hid"),
+        ({"hidden": [64, 0]}, "network.hidden: [64, 0] is not an array of 0 to 1024 items, each an integer from 1 to "),
+        ({"hidden": 64}, "network.hidden: 64 is not an array of 0 to 1024 items"),
+        ({"otype": "FullyFusedMLP", "hidden": [64, 48]}, "network.hidden: 48 is not one of 16, 32, 64, 128"),
+        ({"otype": "FullyFusedMLP", "hidden": []}, "network.hidden: [] does not name at least 1, which FullyFused"),
+        ({"bias": 1}, "network.bias: 1 is not true or false"),
     ],
 )
 def test_network_errors(network, message):

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from numba_tcnn import specs
 from numba_tcnn.config import (
-    LOSS_FAMILY,
-    NETWORKS,
     ConfigError,
     config_parts,
     load_config,
@@ -23,7 +21,9 @@ from numba_tcnn.config import (
     to_config,
 )
 from numba_tcnn.config_encodings import ENCODINGS
-from numba_tcnn.config_keys import Choice, Flag, Integer, IntegerOf, Number
+from numba_tcnn.config_keys import Array, Choice, Flag, Integer, IntegerOf, Number
+from numba_tcnn.config_losses import LOSS_FAMILY
+from numba_tcnn.config_networks import NETWORKS
 from numba_tcnn.config_optimizers import OPTIMIZERS
 from numba_tcnn.layout import n_params
 
@@ -45,6 +45,8 @@ def values(key, high=None):
             return st.sampled_from([*key.choices, *key.aliases]).map(str.swapcase)
         case Flag():
             return st.booleans()
+        case Array():
+            return st.lists(values(key.item, high), min_size=key.shortest, max_size=4)
 
 
 def component(family, name):
@@ -99,9 +101,24 @@ OPTIMIZER_CONFIGS = st.recursive(
     ),
     max_leaves=4,
 )
+FUSED_WIDTHS = st.sampled_from([16, 32, 64, 128])
 NETWORK_CONFIGS = st.one_of(
-    configs(NETWORKS, "CutlassMLP", n_neurons=st.integers(1, 300), n_hidden_layers=st.integers(0, 8)),
-    configs(NETWORKS, "FullyFusedMLP", n_neurons=st.sampled_from([16, 32, 64, 128]), n_hidden_layers=st.integers(1, 8)),
+    configs(NETWORKS, "CutlassMLP", n_neurons=st.integers(1, 300), n_hidden_layers=st.integers(0, 8), hidden=None),
+    configs(NETWORKS, "FullyFusedMLP", n_neurons=FUSED_WIDTHS, n_hidden_layers=st.integers(1, 8), hidden=None),
+    configs(
+        NETWORKS,
+        "CutlassMLP",
+        n_neurons=None,
+        n_hidden_layers=None,
+        hidden=st.lists(st.integers(1, 300), max_size=8),
+    ),
+    configs(
+        NETWORKS,
+        "FullyFusedMLP",
+        n_neurons=None,
+        n_hidden_layers=None,
+        hidden=st.lists(FUSED_WIDTHS, min_size=1, max_size=8),
+    ),
 )
 
 
@@ -153,6 +170,8 @@ def test_losses_and_networks_survive_the_round_trip():
     for name in specs.LOSSES:
         assert parse_loss(through_json(parse_loss(name))) == specs.LossSpec(name)
     assert parse_network(through_json(specs.NetworkSpec())) == specs.NetworkSpec()
+    constant = specs.LossSpec("ConstantGradient", (0.5, -2.0))
+    assert parse_loss(through_json(constant)) == constant
 
 
 # --------------------------------------------------------------------------------------------- nonsense
@@ -210,7 +229,7 @@ ALL_KEYS = [
     for family in FAMILIES
     for c in family.components
     for key in (*c.keys, *family.common)
-    if isinstance(key, Integer | IntegerOf | Number | Flag | Choice)
+    if isinstance(key, Integer | IntegerOf | Number | Flag | Choice | Array)
 ]
 
 
@@ -228,6 +247,11 @@ def test_a_key_takes_its_range_and_nothing_else(key):
             bad += [float("nan"), float("inf"), -float("inf")]
         case Flag():
             good, bad = [True, False], [0, 1, "true", None]
+        case Array():
+            low, high = key.item.low, key.item.high
+            good = [[low] * max(key.shortest, 1), (low, high), [high] * key.longest]
+            bad = [[low] * (key.longest + 1), [low, high * 2], [low, None], "1", 1, None, {}]
+            bad += [[]] if key.shortest > 0 else []
         case Choice():
             good, bad = [*key.choices, *map(str.upper, key.choices), *key.aliases], ["", "no", 0, None, True, []]
     for value in good:
