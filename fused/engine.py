@@ -14,7 +14,7 @@ from ..specs import AdamSpec, LossSpec, ModelSpec, OptimizerSpec, round_up
 from .device_status import device_status
 from .driver import Device, DeviceBuffer
 from .driver import device as open_device
-from .encodings import ENCODINGS
+from .encodings import refuse_what_is_missing
 from .gradient_programs import Batch, GradientProgram, make_gradient_program
 from .losses import LOSSES
 from .optimizer_kernels import VECTOR
@@ -256,6 +256,10 @@ class FusedRuntime:
         )
         finish(stream)
 
+    def set_max_level(self, max_level: float | np.ndarray | None) -> None:
+        if max_level is not None:
+            raise EngineUnavailable("max_level has no fused kernel yet: fused grids use all levels")
+
     def backward_backward_input(
         self,
         x: ArrayView,
@@ -430,9 +434,7 @@ def create_runtime(
         raise EngineUnavailable(
             "fused kernels add up grid gradients in no fixed order; deterministic=True has none yet"
         )
-    if type(spec.encoding) not in ENCODINGS:
-        name = type(spec.encoding).__name__.removesuffix("Spec")
-        raise EngineUnavailable(f"the encoding {name} has no fused kernel yet")
+    refuse_what_is_missing(spec.encoding)
     if spec.network is not None and spec.network.bias:
         raise EngineUnavailable("networks with biases (bias=true) have no fused kernel yet")
     return FusedRuntime(spec, params, open_device(device))

@@ -42,6 +42,8 @@ from .specs import (
 MAX_WIDTH = 2**16
 """Most input dims, output dims, and columns of an encoding."""
 MAX_PARAMS = 2**31
+MAX_GRID_DIMS = 7
+"""As many as hashes have prime factors for."""
 LOG2_FINEST_LEVEL = 31
 """Cells are counted in int32: the finest level of a grid has fewer than 2^31 vertices along an axis."""
 
@@ -119,8 +121,8 @@ def _widened(child: NestedEncoding, width: int) -> NestedEncoding:
 
 
 def _grid(n_input_dims: int, path: str, **values: Any) -> GridSpec:
-    if n_input_dims not in (2, 3, 4):
-        raise ConfigError(f"{path}: a grid has 2, 3 or 4 input dims, not {n_input_dims}")
+    if n_input_dims > MAX_GRID_DIMS:
+        raise ConfigError(f"{path}: a grid has 1 to {MAX_GRID_DIMS} input dims, not {n_input_dims}")
     n_features_per_level = values.get("n_features_per_level", GridSpec.n_features_per_level)
     totals = {name: values.pop(name) for name in ("n_features", "n_grid_features") if name in values}
     if totals:
@@ -277,7 +279,7 @@ FREQUENCIES = Integer("n_frequencies", 1, 64)
 BINS = IntegerOf("n_bins", tuple(2**i for i in range(11)))
 GRID_KEYS = (
     Choice("type", ("Hash", "Dense", "Tiled"), aliases={"tile": "Tiled"}),
-    Choice("hash", ("CoherentPrime",), note=" (tiny-cuda-nn knows other names but computes no other hash)"),
+    Choice("hash", ("Prime", "CoherentPrime", "ReversedPrime", "Rng", "BaseConvert")),
     GRID_LEVELS,
     Integer("n_features", 1, 1024),
     Integer("n_grid_features", 1, 1024),

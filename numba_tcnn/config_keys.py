@@ -145,11 +145,10 @@ class Choice(Key):
 
     choices: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
-    note: str = ""
 
     @property
     def allowed(self) -> str:
-        return f"{'one of ' if len(self.choices) > 1 else ''}{', '.join(self.choices)}{self.note}"
+        return f"{'one of ' if len(self.choices) > 1 else ''}{', '.join(self.choices)}"
 
     def convert(self, value: object) -> Any:
         if not isinstance(value, str):

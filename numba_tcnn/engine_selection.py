@@ -69,7 +69,8 @@ class EngineOptions:
 class SelectedEngine:
     """One model's runtime. The public objects of a model (network, trainer) share one of these.
 
-    parameters_version  counts changes of the parameters, so that a stale context is noticed
+    parameters_version  counts changes of the parameters and of max_level, so that a stale context is noticed
+    max_level           fraction of the grid levels in use, or an array of one a row; None for all
     """
 
     def __init__(self, spec: ModelSpec, params: np.ndarray, options: EngineOptions):
@@ -77,6 +78,7 @@ class SelectedEngine:
         self.options = options
         self.training: tuple[OptimizerSpec, LossSpec] | None = None
         self.parameters_version = 0
+        self.max_level: float | np.ndarray | None = None
         self._skipped_in_earlier_runtimes = 0
         self._no_fused_second_order = ""  # the reason, once a call has found out
         self.runtime, self.reason = self._first_runtime(params)
@@ -100,7 +102,7 @@ class SelectedEngine:
 
     def _fused(self, params: np.ndarray) -> Runtime:
         options = self.options
-        return importlib.import_module("numba_tcnn.fused").create_runtime(
+        runtime = importlib.import_module("numba_tcnn.fused").create_runtime(
             self.spec,
             params,
             dtype=options.dtype,
@@ -108,10 +110,21 @@ class SelectedEngine:
             deterministic=options.deterministic,
             strict=options.strictly_fused,
         )
+        return self._with_max_level(runtime)
 
     def _reference(self, params: np.ndarray) -> Runtime:
         create_runtime = importlib.import_module("numba_tcnn.reference").create_runtime
-        return create_runtime(self.spec, params, dtype=self.options.dtype, seed=self.options.seed)
+        runtime = create_runtime(self.spec, params, dtype=self.options.dtype, seed=self.options.seed)
+        return self._with_max_level(runtime)
+
+    def _with_max_level(self, runtime: Runtime) -> Runtime:
+        if self.max_level is not None:
+            try:
+                runtime.set_max_level(self.max_level)
+            except EngineUnavailable:
+                runtime.close()
+                raise
+        return runtime
 
     @property
     def jit_fusion(self) -> bool:
@@ -268,6 +281,11 @@ class SelectedEngine:
 
     def set_params(self, params: np.ndarray) -> None:
         self.runtime.set_params(params)
+        self.parameters_version += 1
+
+    def set_max_level(self, max_level: float | np.ndarray | None) -> None:
+        self.run(lambda runtime: runtime.set_max_level(max_level))
+        self.max_level = max_level
         self.parameters_version += 1
 
     @property

@@ -81,6 +81,12 @@ class Runtime(Protocol):
     def set_params(self, params: np.ndarray) -> None: ...
 
     # -- the module
+    def set_max_level(self, max_level: float | np.ndarray | None) -> None:
+        """From now on grids use this fraction of their levels, or one fraction a row; None is all.
+
+        An engine that always computes all levels raises EngineUnavailable for anything but None.
+        """
+
     def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
         """Write y [batch, n_output_dims] into `out` (float32 or float16)."""
 

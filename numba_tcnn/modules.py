@@ -6,6 +6,7 @@ All three are one `Module`: parameters, inference, and a forward and backward pa
 from __future__ import annotations
 
 import copy
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from .config_keys import did_you_mean
 from .engine_selection import EngineOptions, SelectedEngine
 from .engines import Explanation
 from .initial_values import initial_params
-from .layout import n_params, parameter_blocks
+from .layout import n_encoding_params, n_params, parameter_blocks
 from .specs import ModelSpec
 
 
@@ -137,6 +138,31 @@ class Module(NotPickled):
     def explain(self) -> Explanation:
         """Which engine runs and why, and what its loaded kernels need; print it."""
         return self.engine.explain()
+
+    # -- levels of detail
+
+    @property
+    def max_level(self) -> float | np.ndarray:
+        """The fraction of its levels that every grid of the encoding uses; 1, the default, is all of them.
+
+        A grid of L levels uses those with a number (from 0) below max_level · L + 0.001; the features of the others
+        are 0 and their parameters get no gradient. Assign a number, or an array [batch] of one number for each row of
+        the batches that follow. Contexts from before do not survive.
+        """
+        return 1.0 if self.engine.max_level is None else self.engine.max_level
+
+    @max_level.setter
+    def max_level(self, value: Any) -> None:
+        if n_encoding_params(self.spec.encoding) == 0:
+            raise ValueError("max_level: the encoding has no grid, and so no levels")
+        levels = np.array(value if isinstance(value, numbers.Real) else view(value, "max_level").numpy(), np.float32)
+        if levels.ndim > 1 or np.isnan(levels).any():
+            raise ValueError(f"max_level must be a number or an array [batch], without NaN, not {value!r}")
+        levels.flags.writeable = False
+        if levels.ndim == 1:
+            self.engine.set_max_level(levels)
+        else:
+            self.engine.set_max_level(None if levels >= 1 else float(levels))
 
     # -- parameters
 
@@ -286,7 +312,9 @@ class Module(NotPickled):
         if context.module is not self:
             raise ValueError("the context comes from another module's forward()")
         if context.parameters_version != self.engine.parameters_version:
-            raise RuntimeError("the parameters have changed since this context's forward(); run forward() again")
+            raise RuntimeError(
+                "the parameters have changed, or max_level has, since this context's forward(); run forward() again"
+            )
         return context.x
 
     def _rows_of_context(self, array: Any, name: str, n_columns: int, x: ArrayView) -> ArrayView:

@@ -27,6 +27,11 @@ class Samples:
     batch_size: int | None = None
     max_level: float | np.ndarray | None = None
 
+    def part(self, rows: slice) -> Samples:
+        """Rows of these samples."""
+        max_level = self.max_level[rows] if np.ndim(self.max_level) else self.max_level
+        return Samples(self.first_row + rows.start, self.batch_size, max_level)
+
 
 WHOLE_BATCH = Samples()
 

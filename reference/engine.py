@@ -47,6 +47,9 @@ class ReferenceRuntime:
         self.params[:] = params
         self.model.refresh()
 
+    def set_max_level(self, max_level: float | np.ndarray | None) -> None:
+        self.model.max_level = max_level
+
     def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
         out.numpy()[...] = self.model.forward(x.numpy())
 

@@ -14,8 +14,9 @@ import numpy as np
 from numba_tcnn.layout import n_network_params, n_params, parameter_blocks
 from numba_tcnn.specs import LossSpec, ModelSpec
 
+from .encoding_contract import WHOLE_BATCH, Samples
 from .encodings import encode_padded, make_encoding
-from .losses import loss_function
+from .losses import loss_function, mean_factor
 from .mlp import MLP, Trace
 from .mlp_second_order import SecondOrder
 from .precision import Precision
@@ -52,6 +53,7 @@ class Model:
     """dtype "float64" and "float32" are exact; "float16" rounds where fused kernels store (`precision.py`).
 
     `params` is kept, not copied, where it already is in the compute format: whoever changes it calls `refresh`.
+    `max_level` is the fraction of all grid levels in use, or an array of one fraction for each row of every batch.
     """
 
     def __init__(self, spec: ModelSpec, params: np.ndarray, dtype: str = "float32"):
@@ -63,6 +65,7 @@ class Model:
         if params.shape != (n_params(spec),):
             raise ValueError(f"parameters have shape {params.shape}, the model has ({n_params(spec)},)")
         self.params = params
+        self.max_level: float | np.ndarray | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -76,8 +79,8 @@ class Model:
         x = self.precision.array(x)
         y = np.empty((len(x), self.spec.n_output_dims), x.dtype)
         with np.errstate(all="ignore"):
-            for rows in pieces(len(x), FORWARD_ROWS):
-                y[rows] = self._forward(x[rows])[0]
+            for rows, samples in self._pieces(len(x), FORWARD_ROWS):
+                y[rows] = self._forward(x[rows], samples)[0]
         return y
 
     def loss_and_gradients(
@@ -103,7 +106,7 @@ class Model:
             total += float(values.sum(dtype=np.float64))
             return gradients
 
-        normalisation = 1.0 / y.size
+        normalisation = mean_factor(loss, y.size)
         gradients = self._gradients(x, dL_dy, normalisation, params=True, input=input, out=out)
         return total * normalisation, gradients
 
@@ -133,12 +136,18 @@ class Model:
             np.empty_like(dL_dy), np.zeros(n_params(self.spec), self.precision.compute), np.empty_like(x)
         )
         with np.errstate(all="ignore"):
-            for rows in pieces(len(x), GRADIENT_ROWS):
-                self._second_order(x[rows], v[rows], dL_dy[rows], rows, result)
+            for rows, samples in self._pieces(len(x), GRADIENT_ROWS):
+                self._second_order(x[rows], v[rows], dL_dy[rows], rows, samples, result)
         return result
 
     def _second_order(
-        self, x: np.ndarray, v: np.ndarray, dL_dy: np.ndarray, rows: slice, result: SecondOrderGradients
+        self,
+        x: np.ndarray,
+        v: np.ndarray,
+        dL_dy: np.ndarray,
+        rows: slice,
+        samples: Samples,
+        result: SecondOrderGradients,
     ) -> None:
         """Writes the rows of dS/d(dL/dy) and dS/dx, adds to dS/dparams."""
         network_gradient = result.params[: self.n_network_params]
@@ -146,14 +155,14 @@ class Model:
         n_own = self.encoding.spec.n_output_dims
         if self.network is None:
             tangent, dS_dparams, dS_dx = self.encoding.backward_backward_input(
-                x, dL_dy[:, :n_own], v, self.encoding_params
+                x, dL_dy[:, :n_own], v, self.encoding_params, samples
             )
             result.dL_doutput[rows] = padded(tangent, self.spec.n_output_dims)
         else:
-            features, context = encode_padded(self.encoding, x, self.encoding_params, self.spec.encoding_width)
+            features, context = self._encode(x, samples)
             second = SecondOrder(self.network, self.precision.store(features), self.network_params, dL_dy)
             tangent, dS_dparams, dS_dx = self.encoding.backward_backward_input(
-                x, second.dL_dfeatures[:, :n_own], v, self.encoding_params
+                x, second.dL_dfeatures[:, :n_own], v, self.encoding_params, samples
             )
             tangent = padded(tangent, self.spec.encoding_width)
             result.dL_doutput[rows], dS_dfeatures = second.backward(tangent, network_gradient)
@@ -174,8 +183,8 @@ class Model:
             flat = None
         dL_dx = np.zeros((len(x), self.spec.n_input_dims), self.precision.compute) if input else None
         with np.errstate(all="ignore"):
-            for rows in pieces(len(x), GRADIENT_ROWS):
-                y, trace, context = self._forward(x[rows])
+            for rows, samples in self._pieces(len(x), GRADIENT_ROWS):
+                y, trace, context = self._forward(x[rows], samples)
                 self._backward(trace, context, dL_dy(rows, y), flat, None if dL_dx is None else dL_dx[rows])
             if flat is not None:
                 flat *= self.precision.compute.type(factor)
@@ -183,8 +192,18 @@ class Model:
                 dL_dx *= self.precision.compute.type(factor)
         return Gradients(self.spec, flat, dL_dx)
 
-    def _forward(self, x: np.ndarray) -> tuple[np.ndarray, Trace | None, Any]:
-        features, context = encode_padded(self.encoding, x, self.encoding_params, self.spec.encoding_width)
+    def _pieces(self, batch: int, n_rows: int) -> Iterator[tuple[slice, Samples]]:
+        """The pieces of a batch, as rows and as what encodings are told of them."""
+        if np.ndim(self.max_level) and len(self.max_level) != batch:
+            raise ValueError(f"max_level has {len(self.max_level)} rows, the batch has {batch}")
+        whole = Samples(0, batch, self.max_level)
+        return ((rows, whole.part(rows)) for rows in pieces(batch, n_rows))
+
+    def _encode(self, x: np.ndarray, samples: Samples) -> tuple[np.ndarray, Any]:
+        return encode_padded(self.encoding, x, self.encoding_params, self.spec.encoding_width, samples)
+
+    def _forward(self, x: np.ndarray, samples: Samples = WHOLE_BATCH) -> tuple[np.ndarray, Trace | None, Any]:
+        features, context = self._encode(x, samples)
         features = self.precision.store(features)
         if self.network is None:
             return features[:, : self.spec.n_output_dims], None, context

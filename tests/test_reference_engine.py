@@ -13,8 +13,6 @@ from numba_tcnn.reference import Model, ReferenceRuntime, create_runtime
 from numba_tcnn.reference.model import GRADIENT_ROWS
 from numba_tcnn.specs import (
     AdamSpec,
-    EncodingSpec,
-    FrequencySpec,
     GridSpec,
     IdentitySpec,
     LossSpec,
@@ -200,13 +198,6 @@ def test_training_needs_configuration() -> None:
     runtime = create_runtime(SPEC, initial_params(SPEC, 1), dtype="float32", seed=1)
     with pytest.raises(RuntimeError, match="configure_training"):
         runtime.training_step(*data(4))
-
-
-@pytest.mark.parametrize(("encoding", "name"), [(FrequencySpec(2), "Frequency")])
-def test_missing_encoding_is_named(encoding: EncodingSpec, name: str) -> None:
-    spec = ModelSpec(2, 3, encoding, NetworkSpec("CutlassMLP", 16, 1), 48)
-    with pytest.raises(EngineUnavailable, match=name):
-        create_runtime(spec, np.zeros(n_params(spec), np.float32), dtype="float32", seed=1)
 
 
 def test_missing_optimizer_and_wrong_loss_leave_the_runtime_usable() -> None:

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 
-from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.layout import GridLevel, grid_levels, n_encoding_params
 from numba_tcnn.reference import Model
 from numba_tcnn.reference.grid import cell_and_fraction
@@ -193,10 +192,3 @@ def test_padding() -> None:
     dL_dy[:, 6:] = 1
     gradients = model.backward(x, dL_dy)
     assert not gradients.params.any() and not gradients.input.any()
-
-
-@pytest.mark.parametrize("option", [{"stochastic_interpolation": True}, {"fixed_point_pos": True}, {"hash": "Rng"}])
-def test_what_is_not_implemented_says_so(option: dict) -> None:
-    spec = bare(GridSpec(2, n_levels=1, **option))
-    with pytest.raises(EngineUnavailable, match="Grid"):
-        Model(spec, np.zeros(n_encoding_params(spec.encoding), np.float32))
