@@ -63,7 +63,7 @@ def time_groups(call: Call, *, groups: int, calls: int, owner: Device | None = N
     return Timing(tuple(b.milliseconds_since(a) / calls for a, b in zip(events[:-1], events[1:], strict=True)))
 
 
-def host_microseconds(call: Call, *, calls: int = 100, repeats: int = 5, owner: Device | None = None) -> float:
+def host_microseconds(call: Call, *, calls: int = 20, repeats: int = 20, owner: Device | None = None) -> float:
     """Host time a call takes to return, without waiting for the device: the least of `repeats` averages.
 
     `calls` must be few enough for the driver's queue of pending launches (about 1000), or the host waits for it.

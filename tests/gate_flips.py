@@ -5,7 +5,7 @@ Where |z| is within rounding of 0, one implementation may find it positive and t
 gradient of that one sample differs by per cents. This module admits that explanation only where it holds. A sample
 whose gradient differs must have units whose z, computed in float64 from the rounded inputs of the layer, lies within
 
-    |z| <= n 2^-22 sum_i |w_i h_i|  +  sum_i |w_i| ulp(h_i)  +  2^-24            (n = fan_in)
+    |z| <= n 2^-22 sum_i |w_i h_i|  +  sum_i |w_i| ulp(h_i)  +  2^-24        (n = fan_in + 1, the bias counting as one)
 
 and the reference's gradient with some of exactly these gates flipped must agree with the observed one. The terms are:
 two float32 sums of n products, each addition off by at most 2^-23 of sum |w_i h_i| (tensor cores truncate; NumPy
@@ -76,12 +76,14 @@ class GatedPass:
         """For every layer, which gates [batch, fan_out] may be found open or closed by a right implementation."""
         result = self.no_flips()
         weights = self.network.matrices(self.model.network_params)
-        for l, (h, w) in enumerate(zip(self.trace.inputs, weights, strict=True)):
+        biases = self.network.biases(self.model.network_params) or [np.zeros(len(w)) for w in weights]
+        for l, (h, w, bias) in enumerate(zip(self.trace.inputs, weights, biases, strict=True)):
             if self.closed[l] is None:
                 continue
-            exact, w = h.astype(np.float64), w.astype(np.float64).T
-            bound = 2.0**-22 * len(w) * (np.abs(exact) @ np.abs(w)) + float16_ulp(h) @ np.abs(w) + 2.0**-24
-            result[l] = np.abs(exact @ w) <= bound
+            exact, w, bias = h.astype(np.float64), w.astype(np.float64).T, bias.astype(np.float64)
+            sums = np.abs(exact) @ np.abs(w) + np.abs(bias)
+            bound = 2.0**-22 * (len(w) + 1) * sums + float16_ulp(h) @ np.abs(w) + 2.0**-24
+            result[l] = np.abs(exact @ w + bias) <= bound
         return result
 
     def backward(self, dL_dy: np.ndarray, flips: list[np.ndarray], *, params: bool = False) -> Pass:

@@ -43,8 +43,8 @@ class SecondReference:
         self.draw, self.model = draw, Model(draw.spec, params, "float16")
         forward = self.model.encoding.forward
 
-        def rounded_otherwise(x, table, out):
-            context = forward(x, table, out)
+        def rounded_otherwise(x, table, out, *more):
+            context = forward(x, table, out, *more)
             out *= 1 + np.float32(noise) * np.random.default_rng(5).choice([-1, 0, 1], out.shape).astype(np.float32)
             return context
 
