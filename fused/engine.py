@@ -256,6 +256,10 @@ class FusedRuntime:
         )
         finish(stream)
 
+    @property
+    def inference_params(self) -> np.ndarray | None:
+        return None
+
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
         if max_level is not None:
             raise EngineUnavailable("max_level has no fused kernel yet: fused grids use all levels")

@@ -13,7 +13,7 @@ from ..specs import ModelSpec
 from . import fuser
 from .keepers import saved_units
 from .plan import KernelPlan, StagedPlan, encoding_gradient_plan, gradient_plans
-from .programs import KernelSource, PartialSums, Toolbox, Workspace
+from .programs import KernelSource, PartialSums, Program, Toolbox, Workspace
 from .stage_io import GradientOptions
 
 SAVED_BYTES = 96 * 2**20
@@ -57,10 +57,8 @@ def _fields(batch: Batch) -> tuple[int, ...]:
 class GradientProgram:
     """Gradients of a whole batch; leaves partial sums for an optimizer program. One of the three classes below."""
 
-    def __init__(self, toolbox: Toolbox, spec: ModelSpec, plan, sources: list[KernelSource], workspace: Workspace,
-                 constants: dict[str, int]):  # fmt: skip
-        self.spec, self.plan, self.workspace = spec, plan, workspace
-        self.programs = [toolbox.load(source) for source in sources]
+    def __init__(self, spec: ModelSpec, plan, programs: list[Program], workspace: Workspace, constants: dict[str, int]):
+        self.spec, self.plan, self.workspace, self.programs = spec, plan, workspace, programs
         self.row_bytes = max(16, -(-4 * n_network_params(spec) // 16) * 16)
         for program in self.programs:
             program.kernel.set(row_bytes=self.row_bytes, **constants)
@@ -166,12 +164,12 @@ def make_gradient_program(
         plans = [encoding_gradient_plan(spec, toolbox.chip)]
     else:
         plans = gradient_plans(spec, toolbox.chip, encoding_gradient=options.encoding_gradient)
-    plan, chosen = toolbox.first_that_fits(plans, sources)
+    plan, programs = toolbox.first_that_fits(plans, sources)
     if spec.network is None:
-        program = EncodingGradientProgram
+        kind = EncodingGradientProgram
     else:
-        program = StagedGradientProgram if isinstance(plan, StagedPlan) else SingleGradientProgram
-    return program(toolbox, spec, plan, chosen, workspace, constants)
+        kind = StagedGradientProgram if isinstance(plan, StagedPlan) else SingleGradientProgram
+    return kind(spec, plan, programs, workspace, constants)
 
 
 def gradient_sources(spec: ModelSpec, options: GradientOptions, plan: KernelPlan | StagedPlan) -> list[KernelSource]:

@@ -88,9 +88,9 @@ class Toolbox:
             min_blocks=source.min_blocks,
         )
 
-    def load(self, source: KernelSource) -> Program:
-        """Compile (or find in the cache) and load one kernel."""
-        compiled = self.compile(source)
+    def load(self, source: KernelSource, compiled: CompiledKernel | None = None) -> Program:
+        """Load one kernel, compiling it (or finding it in the cache) unless the caller has."""
+        compiled = compiled or self.compile(source)
         body = source.make_body(OUTLINE)
         loaded = LoadedKernel(
             self.device, compiled.cubin, compiled.entry, body.parameters, name=body.name,
@@ -98,18 +98,21 @@ class Toolbox:
         )  # fmt: skip
         return Program(loaded, compiled, source)
 
-    def first_that_fits(self, plans: list, sources_of: Callable[[object], list[KernelSource]]) -> tuple:
-        """(plan, its kernels' sources) of the first candidate of which no kernel spills."""
+    def first_that_fits(
+        self, plans: list, sources_of: Callable[[object], list[KernelSource]]
+    ) -> tuple[object, list[Program]]:
+        """(plan, its kernels loaded) of the first candidate of which no kernel spills."""
         reasons = []
         for plan in plans:
-            sources, problem = sources_of(plan), None
-            for source in sources:
+            kernels, problem = [], None
+            for source in sources_of(plan):
                 compiled = self.compile(source)
+                kernels.append((source, compiled))
                 if compiled.spill_bytes > MAX_SPILL_BYTES:
                     problem = f"{source.plan.describe()}: {compiled.spill_bytes} bytes spilled"
                     break
             if problem is None:
-                return plan, sources
+                return plan, [self.load(source, compiled) for source, compiled in kernels]
             reasons.append(problem)
         raise CompileError("every kernel plan spills registers: " + "; ".join(reasons))
 
@@ -151,8 +154,7 @@ class InferenceProgram:
 
             return [KernelSource.planned(make_body, f"inference {spec!r} {options!r}", plan)]
 
-        plan, (source,) = toolbox.first_that_fits(inference_plans(spec, toolbox.chip), sources)
-        self.program = toolbox.load(source)
+        plan, (self.program,) = toolbox.first_that_fits(inference_plans(spec, toolbox.chip), sources)
         self.program.kernel.set(**constants)
         self._tile_rows = plan.tile_rows
         self._set = self.program.kernel.setter("n_tiles", "x", "x_stride", "batch", "y", "y_stride")
