@@ -37,11 +37,12 @@ def parse_optimizer(config: Mapping, path: str = "optimizer", *, n_params: int |
     component, values = OPTIMIZERS.select(config, path)
     spec = component.build(path, **values) if component.build else component.spec(**values)
     if n_params is not None:
-        _check_size(spec, n_params, path)
+        check_size(spec, n_params, path)
     return spec
 
 
-def _check_size(spec: OptimizerSpec, n_params: int, path: str) -> None:
+def check_size(spec: OptimizerSpec, n_params: int, path: str) -> None:
+    """Raises ConfigError where a Composite's slices are not all of `n_params`, or an Average would be too large."""
     if isinstance(spec, AverageSpec) and spec.n_samples * n_params > MAX_HISTORY:
         raise ConfigError(
             f"{join(path, 'n_samples')}: {spec.n_samples} copies of {n_params:,} parameters are "
@@ -52,9 +53,9 @@ def _check_size(spec: OptimizerSpec, n_params: int, path: str) -> None:
         if total != n_params:
             raise ConfigError(f"{join(path, 'nested')}: n_params_to_optimize sum to {total:,}, not to all {n_params:,}")
         for i, (nested, n_own) in enumerate(zip(spec.nested, spec.n_params_to_optimize, strict=True)):
-            _check_size(nested, n_own, f"{join(path, 'nested')}[{i}]")
+            check_size(nested, n_own, f"{join(path, 'nested')}[{i}]")
     elif hasattr(spec, "nested"):
-        _check_size(spec.nested, n_params, join(path, "nested"))
+        check_size(spec.nested, n_params, join(path, "nested"))
 
 
 def _composite(path: str, nested: list[Mapping]) -> CompositeOptimizerSpec:

@@ -173,13 +173,15 @@ class SelectedEngine:
     def empty_like(self, v: ArrayView, shape: tuple[int, ...], dtype: str | np.dtype) -> ArrayView:
         return empty_like(v, shape, dtype, device=self.options.device, on_host=not self.jit_fusion)
 
-    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
+    def inference(
+        self, x: ArrayView, out: ArrayView, *, training_params: bool = False, stream: int | None = None
+    ) -> None:
         def operation(runtime: Runtime) -> None:
             if runtime.name == "fused":
                 runtime.inference(x, out, stream=stream)
             else:
                 y = _host_output(out)
-                runtime.inference(x.on_host(), y)
+                runtime.inference(x.on_host(), y, training_params=training_params)
                 _write_back(out, y)
 
         self._check_device(x, out)

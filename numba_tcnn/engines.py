@@ -8,7 +8,7 @@ knows the other, and the public modules know only this contract. Arrays cross it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -78,7 +78,12 @@ class Runtime(Protocol):
 
     # -- parameters: the flat float32 master vector of `layout.py`
     def get_params(self) -> np.ndarray: ...
-    def set_params(self, params: np.ndarray) -> None: ...
+    def set_params(self, params: np.ndarray) -> None:
+        """Averages of parameters that the optimizer keeps start again; what it remembers of gradients stays."""
+
+    @property
+    def inference_params(self) -> np.ndarray | None:
+        """Those that inference uses where the optimizer keeps some for it, float32 [n_params]; None: the trained."""
 
     # -- the module
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
@@ -87,8 +92,14 @@ class Runtime(Protocol):
         An engine that always computes all levels raises EngineUnavailable for anything but None.
         """
 
-    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
-        """Write y [batch, n_output_dims] into `out` (float32 or float16)."""
+    def inference(
+        self, x: ArrayView, out: ArrayView, *, training_params: bool = False, stream: int | None = None
+    ) -> None:
+        """Write y [batch, n_output_dims] into `out` (float32 or float16).
+
+        With `training_params` y is that of the trained parameters, as gradients are, whatever the optimizer keeps for
+        inference. An engine whose optimizers keep nothing doesn't know the argument and is never given it: "fused".
+        """
 
     def backward(
         self,
@@ -143,8 +154,10 @@ class Runtime(Protocol):
     def skipped_steps(self) -> int:
         """Steps left out because a gradient was not finite."""
 
-    def optimizer_state(self) -> dict[str, np.ndarray | int | float]: ...
-    def load_optimizer_state(self, state: dict[str, np.ndarray | int | float]) -> None: ...
+    def optimizer_state(self) -> dict[str, Any]:
+        """Names to arrays and numbers, and to such dicts for nested optimizers; a copy."""
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None: ...
 
     def explain(self) -> Explanation: ...
     def close(self) -> None:

@@ -266,10 +266,16 @@ class Module(NotPickled):
         return Prepared(self, inputs, self._output(out, (inputs.shape[0], self.n_output_dims)))
 
     def forward(self, x: Any, *, stream: int | None = None) -> tuple[Any, Context]:
-        """(y, context): the outputs, and what `backward` needs. Any number of contexts may wait, in any order."""
+        """(y, context): the outputs, and what `backward` needs. Any number of contexts may wait, in any order.
+
+        y is that of the parameters that are trained, also where the optimizer keeps others for inference.
+        """
         inputs = self._inputs(x)
-        y = self.inference(inputs.array, dtype=self._gradient_dtype, stream=stream)
-        return y, Context(self, inputs, self.engine.parameters_version)
+        output = self.engine.empty_like(inputs, (inputs.shape[0], self.n_output_dims), self._gradient_dtype)
+        stream = stream if stream is not None else inputs.stream
+        if inputs.shape[0] > 0:
+            self.engine.inference(inputs, output, training_params=True, stream=stream)
+        return output.result(stream), Context(self, inputs, self.engine.parameters_version)
 
     def backward(
         self,

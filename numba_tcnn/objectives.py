@@ -11,6 +11,7 @@ import numpy as np
 
 from .arrays import HALF_TO_DOUBLE, batch, view
 from .config import parse_loss, parse_optimizer
+from .config_optimizers import check_size
 from .engine_selection import SelectedEngine
 from .specs import LossSpec, OptimizerSpec
 
@@ -70,12 +71,13 @@ class Optimizer:
         """Fresh state for `n_params` parameters, the first of which are matrices of `layer_sizes` (rows, columns)."""
         if self._engine is not None:
             raise RuntimeError("this optimizer belongs to a Trainer, which holds its state")
-        n_matrix_params = sum(rows * columns for rows, columns in layer_sizes)
-        if n_matrix_params > n_params:
-            raise ValueError(f"layer_sizes hold {n_matrix_params} parameters, more than n_params = {n_params}")
-        make_optimizer = importlib.import_module("numba_tcnn.reference").make_optimizer
-        self._own = make_optimizer(self.spec, n_params, n_matrix_params)
-        self._n_params = n_params
+        check_size(self.spec, n_params, "optimizer")
+        sizes = (n_params, tuple(layer_sizes))
+        self._own = self._first_state(*sizes)
+        self._sizes = sizes
+
+    def _first_state(self, n_params: int, layer_sizes: Sequence[tuple[int, int]]) -> Any:
+        return importlib.import_module("numba_tcnn.reference").make_optimizer(self.spec, n_params, layer_sizes)
 
     def step(self, params: np.ndarray, gradients: np.ndarray, loss_scale: float = 1.0) -> None:
         """One update of `params` in place from gradients that hold `loss_scale`; both float32 [n_params]."""
@@ -85,15 +87,20 @@ class Optimizer:
                 if self._engine is None
                 else "this optimizer belongs to a Trainer: training_step() does its steps"
             )
+        shape = self._sizes[:1]
         for array, name in ((params, "params"), (gradients, "gradients")):
-            if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (self._n_params,):
-                raise ValueError(f"{name} must be a float32 NumPy array of shape ({self._n_params},)")
+            if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != shape:
+                raise ValueError(f"{name} must be a float32 NumPy array of shape {shape}")
         self._own.step(params, gradients, loss_scale)
 
     @property
     def inference_params(self) -> np.ndarray | None:
-        """Parameters to use for inference where an optimizer keeps its own; None: the trained ones."""
-        return None
+        """A copy of the parameters that inference uses where the optimizer keeps some for it; None: the trained ones.
+
+        Average, EMA and Lookahead do, from their first step on, and whatever holds one of them. The outermost counts.
+        """
+        own = self._holder().inference_params
+        return None if own is None else own.copy()
 
     @property
     def learning_rate(self) -> float:
@@ -103,17 +110,26 @@ class Optimizer:
     def learning_rate(self, value: float) -> None:
         self._holder().learning_rate = checked_learning_rate(value)
 
-    def state_dict(self) -> dict[str, np.ndarray | int | float]:
-        """A copy of everything that `load_state_dict` needs to go on from here."""
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that `load_state_dict` needs to go on from here, bit for bit.
+
+        Names to arrays and numbers, and to dicts of the same kind for nested optimizers.
+        """
         holder = self._holder()
         return holder.state() if self._engine is None else holder.optimizer_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        holder = self._holder()
-        if self._engine is None:
-            holder.load_state(dict(state))
-        else:
-            holder.load_optimizer_state(dict(state))
+        """Go on from a state of the same optimizer and as many parameters; ValueError for any other, without effect.
+
+        Where parameters are set too, set them first: that starts averages of parameters again.
+        """
+        self._holder()
+        if self._engine is not None:
+            self._engine.runtime.load_optimizer_state(dict(state))
+            return
+        loaded = self._first_state(*self._sizes)
+        loaded.load_state(state)
+        self._own = loaded
 
     def _holder(self) -> Any:
         """What holds the state: this optimizer's own, or the runtime of the trained model."""
@@ -140,7 +156,11 @@ def create_optimizer(config: Mapping[str, Any] | str) -> Optimizer:
 
 
 def checked_learning_rate(value: Any) -> float:
-    rate = float(value)
-    if not (math.isfinite(rate) and rate >= 0):
-        raise ValueError(f"learning_rate: {value!r} must be a finite number, 0 or larger")
-    return rate
+    return non_negative(value, "learning_rate")
+
+
+def non_negative(value: Any, name: str) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name}: {value!r} must be a finite number, 0 or larger")
+    return number

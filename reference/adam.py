@@ -1,24 +1,21 @@
-"""Optimizers on the flat float32 parameter vector, in place.
-
-The first `n_matrix_params` parameters are weight matrices; the rest belong to the encoding ("non-matrix").
-"""
+"""Adam, AdaBound included: the optimizer that every other one is compared with, and the nested one by default."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from numba_tcnn.engines import EngineUnavailable
-from numba_tcnn.specs import AdamSpec, OptimizerSpec
+from numba_tcnn.specs import AdamSpec
+
+from .optimizer_contract import Leaf, ParameterSizes, decayed, unscaled
 
 BLOCK = 1 << 15
 """Parameters are updated in blocks of this many: gradient, moments and counters of a block stay in the L2 cache."""
 
-State = dict[str, np.ndarray | int | float]
 
-
-class Adam:
+class Adam(Leaf):
     """Adam (Kingma and Ba 2015) with tiny-cuda-nn's rules. For every parameter w with gradient γ (loss scale removed):
 
         skipped if its kind is not optimized, or if non-matrix and γ = 0 and `skip_zero_grad_non_matrix_params`
@@ -35,23 +32,23 @@ class Adam:
     0.1 + 0.1/((1 - β₂) t), t being the step. A skipped parameter keeps m, v and k.
     """
 
-    def __init__(self, spec: AdamSpec, n_params: int, n_matrix_params: int):
-        self.spec = spec
-        self.learning_rate = spec.learning_rate
-        self.current_step = 0
+    state_arrays = ("first_moments", "second_moments", "param_steps")
+
+    def __init__(self, spec: AdamSpec, sizes: ParameterSizes):
+        super().__init__(spec, sizes)
         self.largest_count = 0  # no parameter has been updated more often
-        self.n_matrix_params = n_matrix_params
-        self.first_moments = np.zeros(n_params, np.float32)
-        self.second_moments = np.zeros(n_params, np.float32)
-        self.param_steps = np.zeros(n_params, np.uint32)
+        self.first_moments = np.zeros(sizes.n_params, np.float32)
+        self.second_moments = np.zeros(sizes.n_params, np.float32)
+        self.param_steps = np.zeros(sizes.n_params, np.uint32)
         self.debias = np.ones(1, np.float32)
 
-    def step(self, params: np.ndarray, gradients: np.ndarray, loss_scale: float = 1.0) -> None:
-        """One update of float32 `params` from float32 `gradients` that hold `loss_scale`."""
+    def step(self, params: np.ndarray, gradients: np.ndarray | None, loss_scale: float = 1.0) -> None:
         self.current_step += 1
+        if gradients is None:
+            return
         self.largest_count += 1
         self._extend_debias()
-        spec, n_matrix, n = self.spec, self.n_matrix_params, len(params)
+        spec, n_matrix, n = self.spec, self.sizes.n_matrix_params, self.sizes.n_params
         with np.errstate(all="ignore"):
             if spec.optimize_matrix_params:
                 for block in blocks(0, n_matrix):
@@ -77,7 +74,7 @@ class Adam:
     ) -> None:
         spec = self.spec
         w = params[where]
-        gamma = gradients if loss_scale == 1 else gradients / np.float32(loss_scale)
+        gamma = unscaled(gradients, loss_scale)
         if l2 != 0:
             gamma = gamma + np.float32(l2) * w
         if spec.gradient_clipping_magnitude != 0:
@@ -99,8 +96,7 @@ class Adam:
         np.divide(eta, rate, out=rate)
         np.clip(rate, *self._rate_bounds(), out=rate)
         if spec.relative_decay != 0 or spec.absolute_decay != 0:
-            kept = (1 - np.float32(spec.relative_decay) * eta) * w
-            w = kept - np.copysign(np.float32(spec.absolute_decay) * eta, w)
+            w = decayed(w, np.float32(spec.relative_decay) * eta, np.float32(spec.absolute_decay) * eta)
         rate *= m
         w = w - rate
         if spec.clipping_magnitude != 0:
@@ -129,35 +125,9 @@ class Adam:
         correction = np.sqrt(1 - self.spec.beta2**k) / (1 - self.spec.beta1**k)
         self.debias = np.concatenate([[1.0], correction]).astype(np.float32)
 
-    def state(self) -> State:
-        return {
-            "step": self.current_step,
-            "learning_rate": self.learning_rate,
-            "first_moments": self.first_moments.copy(),
-            "second_moments": self.second_moments.copy(),
-            "param_steps": self.param_steps.copy(),
-        }
-
-    def load_state(self, state: State) -> None:
-        for key in ("first_moments", "second_moments", "param_steps"):
-            own, given = getattr(self, key), np.asarray(state[key])
-            if given.shape != own.shape:
-                raise ValueError(f"optimizer state: {key} has shape {given.shape}, the model needs {own.shape}")
-            own[:] = given
-        self.current_step = int(state["step"])
+    def load_state(self, state: Mapping[str, Any], path: str = "optimizer state") -> None:
+        super().load_state(state, path)
         self.largest_count = int(self.param_steps.max(initial=0))
-        self.learning_rate = float(state["learning_rate"])
-
-
-OPTIMIZERS: dict[type, type[Adam]] = {AdamSpec: Adam}
-
-
-def make_optimizer(spec: OptimizerSpec, n_params: int, n_matrix_params: int) -> Adam:
-    """Raises EngineUnavailable, naming the optimizer, if this engine does not have it."""
-    if type(spec) not in OPTIMIZERS:
-        name = type(spec).__name__.removesuffix("Spec")
-        raise EngineUnavailable(f"the optimizer {name} is not implemented in the reference engine")
-    return OPTIMIZERS[type(spec)](spec, n_params, n_matrix_params)
 
 
 def blocks(start: int, stop: int) -> Iterator[slice]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
 
 from numba_tcnn.arrays import ArrayView
 from numba_tcnn.engines import Explanation
-from numba_tcnn.layout import n_matrix_params, n_params
+from numba_tcnn.layout import n_params
 from numba_tcnn.specs import LossSpec, ModelSpec, OptimizerSpec
 
 from .losses import loss_function
 from .model import Model
-from .optimizers import Adam, State, make_optimizer
+from .optimizer_contract import Optimizer, State
+from .optimizers import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,11 @@ class Loss:
 
 
 class ReferenceRuntime:
-    """One model in NumPy. The float32 master parameters are its own; see `engines.Runtime` for the methods."""
+    """One model in NumPy. The float32 master parameters are its own; see `engines.Runtime` for the methods.
+
+    `model` computes with the master parameters. Where the optimizer keeps other parameters for inference, the method
+    `inference` computes with those, in a second view of the model that is made when it is first needed.
+    """
 
     name = "reference"
 
@@ -35,7 +41,8 @@ class ReferenceRuntime:
         self.spec = spec
         self.params = np.array(params, np.float32)
         self.model = Model(spec, self.params, dtype)
-        self.optimizer: Adam | None = None
+        self.optimizer: Optimizer | None = None
+        self._kept: Model | None = None  # with the parameters kept for inference; None: not made, or out of date
         self.loss = LossSpec()
         self.gradients: np.ndarray | None = None  # of the last training step, kept to reuse its memory
         self._skipped_steps = 0
@@ -44,14 +51,39 @@ class ReferenceRuntime:
         return self.params.copy()
 
     def set_params(self, params: np.ndarray) -> None:
+        """What the optimizer remembers of gradients stays; its averages of parameters start again from these."""
         self.params[:] = params
+        if self.optimizer is not None:
+            self.optimizer.forget_params()
+        self._refresh()
+
+    def _refresh(self) -> None:
         self.model.refresh()
+        self._kept = None
 
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
         self.model.max_level = max_level
+        self._kept = None
 
-    def inference(self, x: ArrayView, out: ArrayView, *, stream: int | None = None) -> None:
-        out.numpy()[...] = self.model.forward(x.numpy())
+    def inference(
+        self, x: ArrayView, out: ArrayView, *, training_params: bool = False, stream: int | None = None
+    ) -> None:
+        model = self.model if training_params else self._inference_model()
+        out.numpy()[...] = model.forward(x.numpy())
+
+    def _inference_model(self) -> Model:
+        if self._kept is None:
+            own = self.inference_params
+            if own is None:
+                return self.model
+            self._kept = copy.copy(self.model)
+            self._kept.params = own
+            self._kept.refresh()
+        return self._kept
+
+    @property
+    def inference_params(self) -> np.ndarray | None:
+        return None if self.optimizer is None else self.optimizer.inference_params
 
     def backward(
         self,
@@ -89,10 +121,14 @@ class ReferenceRuntime:
 
     def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
         loss_function(loss, self.spec.n_output_dims)  # refuses a loss that can't be evaluated
-        self.optimizer = make_optimizer(optimizer, n_params(self.spec), n_matrix_params(self.spec))
+        self.optimizer = self._make_optimizer(optimizer)
         self.loss = loss
+        self._kept = None
         self.gradients = np.empty(n_params(self.spec), self.model.precision.compute)
         self._skipped_steps = 0
+
+    def _make_optimizer(self, spec: OptimizerSpec) -> Optimizer:
+        return make_optimizer(spec, n_params(self.spec), self.spec.layer_shapes)
 
     def training_step(
         self,
@@ -114,12 +150,10 @@ class ReferenceRuntime:
                 x.numpy(), y.numpy(), self.loss, pdf, input=False, out=self.gradients
             )
         if run_optimizer:
-            if all_finite(self.gradients):
-                optimizer.step(self.params, self.gradients.astype(np.float32, copy=False))
-                self.model.refresh()
-            else:
-                optimizer.current_step += 1
-                self._skipped_steps += 1
+            finite = all_finite(self.gradients)
+            optimizer.step(self.params, self.gradients.astype(np.float32, copy=False) if finite else None)
+            self._skipped_steps += not finite
+            self._refresh()
         return Loss(loss)
 
     @property
@@ -142,16 +176,19 @@ class ReferenceRuntime:
         return self._training().state()
 
     def load_optimizer_state(self, state: State) -> None:
-        self._training().load_state(state)
+        """In a fresh optimizer, so that a state which doesn't fit changes nothing."""
+        optimizer = self._make_optimizer(self._training().spec)
+        optimizer.load_state(state)
+        self.optimizer, self._kept = optimizer, None
 
     def explain(self) -> Explanation:
         device = f"CPU (NumPy {np.__version__})"
         return Explanation("reference", "computed in NumPy", device, self.model.precision.name)
 
     def close(self) -> None:
-        self.gradients = self.optimizer = None
+        self.gradients = self.optimizer = self._kept = None
 
-    def _training(self) -> Adam:
+    def _training(self) -> Optimizer:
         if self.optimizer is None:
             raise RuntimeError("configure_training has not been called")
         return self.optimizer

@@ -70,7 +70,7 @@ def test_adam(name: str, rng: np.random.Generator) -> None:
     """Four steps with changing numbers of partial sums, more than one turn of 128 rows among them."""
     spec = AdamSpec(**SPECS[name])
     w = (0.5 * rng.normal(size=N_NETWORK + N_TABLE)).astype(np.float32)
-    kernel, reference = EmulatedAdam(spec, w, N_NETWORK), make_optimizer(spec, len(w), N_NETWORK)
+    kernel, reference = EmulatedAdam(spec, w, N_NETWORK), make_optimizer(spec, len(w), [(1, N_NETWORK)])
     for n_partials in (1, 5, 131, 2):
         partial, table, total = gradients(rng, n_partials)
         kernel.step(partial, table, gradient_scale=0.25, given_scale=0.5)
@@ -101,7 +101,7 @@ def test_an_untouched_entry_keeps_its_age(rng: np.random.Generator) -> None:
 
 def test_the_learning_rate_may_change_between_steps(rng: np.random.Generator) -> None:
     w = exact(rng, N_NETWORK + N_TABLE)
-    kernel, reference = EmulatedAdam(AdamSpec(), w, N_NETWORK), make_optimizer(AdamSpec(), len(w), N_NETWORK)
+    kernel, reference = EmulatedAdam(AdamSpec(), w, N_NETWORK), make_optimizer(AdamSpec(), len(w), [(1, N_NETWORK)])
     for rate in (1e-2, 1e-3, 0.0):
         partial, table, total = gradients(rng, 2)
         kernel.step(partial, table, learning_rate=rate)
@@ -145,7 +145,7 @@ def test_the_blocks_losses_are_summed(n_losses: int, rng: np.random.Generator) -
 def test_models_without_one_of_the_parts(n_network: int, n_table: int, rng: np.random.Generator) -> None:
     w = exact(rng, n_network + n_table)
     spec = AdamSpec(skip_zero_grad_non_matrix_params=False)
-    kernel, reference = EmulatedAdam(spec, w, n_network), make_optimizer(spec, len(w), n_network)
+    kernel, reference = EmulatedAdam(spec, w, n_network), make_optimizer(spec, len(w), [(1, n_network)])
     partial, table = exact(rng, 2, max(n_network, 4)), np.zeros(-(-n_table // 4) * 4 or 4, np.float32)
     table[:n_table] = exact(rng, n_table)
     total = np.concatenate([partial[:, :n_network].sum(0), table[:n_table]])
@@ -291,7 +291,7 @@ def test_adam_of_single_numbers(spec: AdamSpec, is_matrix: bool) -> None:
     columns = (g, w, m, v, k, np.full(n, rate), np.full(n, step))
     w_new, m_new, v_new, k_new = over(update, *columns)
 
-    reference = make_optimizer(spec, n, n if is_matrix else 0)
+    reference = make_optimizer(spec, n, [(1, n)] if is_matrix else [])
     reference.load_state(
         {"step": int(step) - 1, "learning_rate": float(rate), "first_moments": m, "second_moments": v, "param_steps": k}
     )
