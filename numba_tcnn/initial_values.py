@@ -140,7 +140,11 @@ def generator(seed: int, seeding: str) -> Pcg32:
 
 def initial_params(spec: ModelSpec, seed: int, *, seeding: str = "trainer") -> np.ndarray:
     """The flat float32 parameter vector [n_params] in the order of `layout.py`."""
-    random = generator(seed, seeding)
+    return draw_params(spec, generator(seed, seeding))
+
+
+def draw_params(spec: ModelSpec, random: Pcg32) -> np.ndarray:
+    """Initial parameters from a generator, which then stands where tiny-cuda-nn's does after them."""
     params = np.zeros(n_params(spec), np.float32)
     for i, block in enumerate(weight_blocks(spec)):
         draw_weights(block, i, spec, random, params)
@@ -184,17 +188,21 @@ def draw_encoding_params(spec: EncodingSpec, random: Pcg32, params: np.ndarray) 
 
 
 def draw_grid_params(random: Pcg32, params: np.ndarray) -> None:
-    """Uniform in [-1e-4, 1e-4), in the order in which tiny-cuda-nn's GPU threads draw.
+    """Uniform in [-1e-4, 1e-4), in the order in which tiny-cuda-nn's GPU threads draw."""
+    low, high = np.float32(-GRID_BOUND), np.float32(GRID_BOUND)
+    # one rounding, as the GPU's fused multiply-add: the product is exact in float64
+    params[:] = np.multiply(uniform_of_threads(random, params.size), np.float64(high - low)) + np.float64(low)
+
+
+def uniform_of_threads(random: Pcg32, n: int) -> np.ndarray:
+    """n floats, float32 [n] in [0, 1), in the order in which tiny-cuda-nn's GPU threads draw.
 
     Each of N threads (a multiple of 128) draws four numbers in a row and writes them N elements apart: element e gets
-    number 4 (e mod N) + ⌊e/N⌋. However many are drawn, the generator then stands `params.size` further.
+    number 4 (e mod N) + ⌊e/N⌋. However many are drawn, the generator then stands n further.
     """
-    n = params.size
     n_threads = THREADS_PER_BLOCK * math.ceil(math.ceil(n / DRAWS_PER_THREAD) / THREADS_PER_BLOCK)
     start = random.state
     draws = random.uniform(DRAWS_PER_THREAD * n_threads).reshape(n_threads, DRAWS_PER_THREAD).T.reshape(-1)[:n]
-    low, high = np.float32(-GRID_BOUND), np.float32(GRID_BOUND)
-    # one rounding, as the GPU's fused multiply-add: the product is exact in float64
-    params[:] = np.multiply(draws, np.float64(high - low)) + np.float64(low)
     random.state = start
     random.advance(n)
+    return draws

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ArrayView
+from .arrays import ArrayView, host_view
 from .config_losses import check_loss
+from .config_optimizers import check_size
 from .engines import Explanation, LossHandle
 from .initial_values import initial_params
 from .modules import Module, NotPickled
-from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, create_optimizer
+from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, create_optimizer, non_negative
+from .perturbation import LogisticNoise
 
 
 class LossValue:
@@ -49,6 +51,9 @@ class Trainer(NotPickled):
 
     Draws new initial parameters from `seed` in the way of tiny-cuda-nn's Trainer, which differs from that of its
     bindings for the same seed; `keep_parameters=True` goes on from the module's own.
+
+    perturbation_sigma  standard deviation of logistic noise that is added to the outputs before the loss sees them; the
+                        loss's gradient at the perturbed outputs goes back through the model as it is. 0 is off.
     """
 
     def __init__(
@@ -58,12 +63,16 @@ class Trainer(NotPickled):
         loss: Loss | Mapping[str, Any] | str,
         *,
         seed: int = 1337,
+        perturbation_sigma: float = 0.0,
         keep_parameters: bool = False,
     ):
         self.network = network
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else create_optimizer(optimizer)
         self.loss = loss if isinstance(loss, Loss) else create_loss(loss)
         check_loss(self.loss.spec, network.n_output_dims)
+        self.perturbation_sigma = non_negative(perturbation_sigma, "perturbation_sigma")
+        self._noise = LogisticNoise(network.spec, seed, self.perturbation_sigma) if self.perturbation_sigma else None
+        check_size(self.optimizer.spec, network.n_params, "optimizer")
         if not keep_parameters:
             network.engine.set_params(initial_params(network.spec, seed, seeding="trainer"))
         network.engine.configure_training(self.optimizer.spec, self.loss.spec)
@@ -116,15 +125,32 @@ class Trainer(NotPickled):
         """`training_step` on arrays that have been checked."""
         if x.shape[0] == 0:
             return LossValue(0.0)
+        stream = stream if stream is not None else x.stream
+        loss = None
+        if self._noise is not None and external_gradient is None:
+            loss, gradient = self._perturbed_loss(x, y, data_pdf, stream)
+            y, data_pdf, external_gradient = None, None, host_view(gradient)
         handle = self.network.engine.training_step(
             x,
             y,
             data_pdf=data_pdf,
             external_gradient=external_gradient,
             run_optimizer=run_optimizer,
-            stream=stream if stream is not None else x.stream,
+            stream=stream,
         )
-        return LossValue(handle)
+        return LossValue(handle if loss is None else loss)
+
+    def _perturbed_loss(
+        self, x: ArrayView, y: ArrayView, data_pdf: ArrayView | None, stream: int | None
+    ) -> tuple[float, np.ndarray]:
+        """The mean loss at perturbed outputs, and its gradient with respect to them."""
+        network = self.network
+        prediction = np.empty(y.shape, network._gradient_dtype)
+        network.engine.inference(x, host_view(prediction), training_params=True, stream=stream)
+        perturbed = (prediction + self._noise.draw(x.shape[0])).astype(prediction.dtype)
+        density = None if data_pdf is None else data_pdf.numpy()
+        values, gradient = self.loss.evaluate(perturbed, y.numpy(), data_pdf=density)
+        return float(values.sum(dtype=np.float64)), gradient
 
     @property
     def learning_rate(self) -> float:
