@@ -30,7 +30,9 @@ GRID = {"otype": "HashGrid", "n_levels": 2, "log2_hashmap_size": 6, "base_resolu
 def make(shape: dict, encoding: dict = GRID, **options) -> tcnn.NetworkWithInputEncoding:
     """Activations with φ(0) ≠ 0 would show whether padding takes part."""
     network = {"otype": "CutlassMLP", "activation": "Sigmoid", "output_activation": "Squareplus"} | shape
-    return tcnn.NetworkWithInputEncoding(2, 3, encoding, network, **({"dtype": "float64"} | options))
+    return tcnn.NetworkWithInputEncoding(
+        2, 3, encoding, network, **({"dtype": "float64", "engine": "reference"} | options)
+    )
 
 
 def randomise(module, rng: np.random.Generator) -> None:
@@ -165,7 +167,9 @@ def test_biases_are_no_matrix_parameters(optimized, rng):
 
 def test_a_bias_learns_a_constant():
     """Where all inputs are 0, only the bias can give the target."""
-    module = tcnn.Network(16, 3, {"otype": "CutlassMLP", "hidden": [], "bias": True}, dtype="float32")
+    module = tcnn.Network(
+        16, 3, {"otype": "CutlassMLP", "hidden": [], "bias": True}, dtype="float32", engine="reference"
+    )
     trainer = tcnn.Trainer(module, {"otype": "Adam", "learning_rate": 3e-2}, "L2")
     target = np.tile(np.float32([0.2, 0.5, 0.9]), (4, 1))
     for _ in range(200):

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from numba_tcnn.config import ConfigError
 from numba_tcnn.reference import evaluate_loss
 from numba_tcnn.specs import LOSSES, LossSpec
 
@@ -62,8 +63,47 @@ def test_gradient_of_the_l1_family_never_vanishes() -> None:
     assert np.all(gradients == 0.25)
 
 
+@pytest.mark.parametrize("with_density", [False, True])
+def test_constant_gradient(with_density: bool) -> None:
+    """Values 0; gradients c_j λ/π, not divided by the number of elements."""
+    random = np.random.default_rng(2)
+    p, t = random.standard_normal((2, 5, 3))
+    pdf = random.uniform(0.2, 2, p.shape) if with_density else None
+    values, gradients = evaluate_loss(LossSpec("ConstantGradient", (1.0, -2.0, 0.5)), p, t, pdf, 128.0)
+    assert not values.any()
+    expected = 128 * np.array([1, -2, 0.5]) / (1.0 if pdf is None else pdf)
+    np.testing.assert_allclose(gradients, np.broadcast_to(expected, p.shape), rtol=1e-15)  # one division
+
+
+@pytest.mark.parametrize("otype", LOSSES)
+def test_gradients_are_derivatives_with_the_weight_held_fixed(otype: str) -> None:
+    """Central differences in float64, of the value divided by its weight at the point itself: h = 1e-6 leaves 1e-9."""
+    random = np.random.default_rng(3)
+    p, t, pdf = random.uniform(0.1, 2, (3, 40, 3))
+    t[np.abs(p - t) < 1e-3] += 0.01  # off the kink of the L1 family
+    d, luminance = np.abs(p - t), (p @ [0.299, 0.587, 0.114])[:, None]
+    fixed_weight = {
+        "RelativeL1": (np.abs, 1 / (p + 0.01)),
+        "RelativeL2": (np.square, 1 / (p**2 + 0.01)),
+        "RelativeL2Luminance": (np.square, 1 / (luminance**2 + 0.01)),
+        "Smape": (np.abs, 1 / ((t + p) / 2 + 0.01)),
+    }
+
+    def value(q: np.ndarray) -> np.ndarray:
+        if otype in fixed_weight:
+            distance, weight = fixed_weight[otype]
+            return distance(q - t) * weight / pdf / p.size
+        return evaluate_loss(LossSpec(otype), q, t, pdf)[0]
+
+    values, gradients = evaluate_loss(LossSpec(otype), p, t, pdf)
+    np.testing.assert_allclose(value(p), values, rtol=1e-12)
+    numeric = (value(p + 1e-6) - value(p - 1e-6)) / 2e-6
+    assert np.all(d > 1e-5)
+    np.testing.assert_allclose(gradients, numeric, rtol=1e-6, atol=1e-9)
+
+
 def test_luminance_needs_a_colour() -> None:
-    with pytest.raises(ValueError, match="at least 3 outputs"):
+    with pytest.raises(ConfigError, match="at least 3 outputs"):
         evaluate_loss(LossSpec("RelativeL2Luminance"), np.zeros((2, 2)), np.zeros((2, 2)))
 
 
