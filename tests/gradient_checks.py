@@ -9,67 +9,26 @@ networks whose nested exponentials explode.
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import assume
+from encoding_draws import encodings
 from hypothesis import strategies as st
 
-from numba_tcnn.layout import grid_levels, n_encoding_params, n_params
+from numba_tcnn.config_encodings import padded_to, padded_width
+from numba_tcnn.layout import n_params
 from numba_tcnn.reference import Model
-from numba_tcnn.specs import (
-    ACTIVATIONS,
-    EncodingSpec,
-    FrequencySpec,
-    GridSpec,
-    IdentitySpec,
-    ModelSpec,
-    NetworkSpec,
-    OneBlobSpec,
-    SphericalHarmonicsSpec,
-    round_up,
-)
+from numba_tcnn.specs import ACTIVATIONS, ModelSpec, NetworkSpec
 
 H = 1e-6
 TOLERANCE = 1e-6
 BATCH = 6
-MARGIN = 1e-3  # distance from kinks
-
-
-@st.composite
-def grids(draw: st.DrawFn, n_input_dims: int) -> GridSpec:
-    return GridSpec(
-        n_input_dims,
-        type=draw(st.sampled_from(["Hash", "Dense", "Tiled"])),
-        n_levels=draw(st.integers(1, 4)),
-        n_features_per_level=draw(st.sampled_from([1, 2, 4, 8])),
-        log2_hashmap_size=draw(st.integers(3, 7)),
-        base_resolution=draw(st.integers(2, 5)),
-        per_level_scale=draw(st.sampled_from([1.0, 1.3, 1.5, 2.0])),
-        interpolation=draw(st.sampled_from(["Linear", "Smoothstep", "Nearest"])),
-    )
-
-
-@st.composite
-def encodings(draw: st.DrawFn) -> EncodingSpec:
-    n_input_dims = draw(st.integers(1, 5))
-    kind = draw(st.sampled_from(["Grid", "Grid", "Identity", "Frequency", "OneBlob", "SphericalHarmonics"]))
-    if kind == "Grid":
-        return draw(grids(n_input_dims))
-    if kind == "Identity":
-        return IdentitySpec(
-            n_input_dims, draw(st.sampled_from([-1.0, 1.0])) * draw(st.floats(0.1, 3)), draw(st.floats(-1, 1))
-        )
-    if kind == "Frequency":
-        return FrequencySpec(n_input_dims, draw(st.integers(1, 3)))
-    if kind == "OneBlob":
-        return OneBlobSpec(n_input_dims, draw(st.sampled_from([1, 2, 4, 8])))
-    return SphericalHarmonicsSpec(3, draw(st.integers(1, 4)))
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
     encoding = draw(encodings())
-    assume(n_encoding_params(encoding) <= 100_000)  # dense lattices of five dimensions grow large
-    if draw(st.integers(0, 4)) == 0:
-        width = round_up(encoding.n_output_dims, draw(st.sampled_from([1, 8, 16])))
+    has_network = draw(st.integers(0, 4)) > 0
+    width = padded_width(encoding, 16 if has_network else draw(st.sampled_from([1, 8, 16])))
+    encoding = padded_to(encoding, width)
+    if not has_network:
         return ModelSpec(encoding.n_input_dims, width, encoding, None, width)
     network = NetworkSpec(
         "CutlassMLP",
@@ -78,18 +37,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         hidden=tuple(draw(st.lists(st.sampled_from([5, 16, 24, 32]), max_size=3))),
         bias=draw(st.booleans()),
     )
-    width = round_up(encoding.n_output_dims, 16)
     return ModelSpec(encoding.n_input_dims, draw(st.integers(1, 18)), encoding, network, width)
-
-
-def inputs_off_borders(spec: EncodingSpec, random: np.random.Generator) -> np.ndarray:
-    """Points of [-0.5, 1.5)^D that keep a distance from the cell borders of every level."""
-    candidates = random.uniform(-0.5, 1.5, (4000, spec.n_input_dims))
-    if isinstance(spec, GridSpec):
-        for level in grid_levels(spec):
-            fraction = (level.scale * candidates + 0.5) % 1
-            candidates = candidates[np.all((fraction > MARGIN) & (fraction < 1 - MARGIN), axis=1)]
-    return candidates[:BATCH]
 
 
 def draw_params(spec: ModelSpec, random: np.random.Generator) -> np.ndarray:

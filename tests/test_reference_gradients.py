@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from encoding_draws import inputs_off_kinks
 from gradient_checks import (
+    BATCH,
     check_input_gradient,
     check_parameter_gradient,
     draw_params,
-    inputs_off_borders,
     models,
     well_conditioned,
 )
@@ -24,7 +25,7 @@ from numba_tcnn.specs import GridSpec, LossSpec, ModelSpec, NetworkSpec
 @given(models(), st.integers(0, 2**32 - 1))
 def test_external_gradients(spec: ModelSpec, seed: int) -> None:
     random = np.random.default_rng(seed)
-    x, params = inputs_off_borders(spec.encoding, random), draw_params(spec, random)
+    x, params = inputs_off_kinks(spec.encoding, random, BATCH), draw_params(spec, random)
     model = Model(spec, params, "float64")
     assume(well_conditioned(model, x))
     dL_dy = random.standard_normal((len(x), spec.n_output_dims))
@@ -47,7 +48,7 @@ def test_losses_through_the_model(spec: ModelSpec, otype: str, with_density: boo
     if otype in ("CrossEntropy", "Variance"):  # they need positive predictions
         spec = replace(spec, network=replace(spec.network, output_activation="Softplus"))
     random = np.random.default_rng(seed)
-    x, params = inputs_off_borders(spec.encoding, random), draw_params(spec, random)
+    x, params = inputs_off_kinks(spec.encoding, random, BATCH), draw_params(spec, random)
     model, loss = Model(spec, params, "float64"), LossSpec(otype)
     assume(well_conditioned(model, x))
     prediction = model.forward(x)
@@ -85,7 +86,7 @@ def test_losses_through_the_model(spec: ModelSpec, otype: str, with_density: boo
 def test_float32_equals_float64(spec: ModelSpec, seed: int) -> None:
     """float32 is the same computation: 1e-4 covers roundings of 6e-8 through four layers and steep levels."""
     random = np.random.default_rng(seed)
-    x = inputs_off_borders(spec.encoding, random).astype(np.float32)
+    x = inputs_off_kinks(spec.encoding, random, BATCH).astype(np.float32)
     params = draw_params(spec, random).astype(np.float32)
     exact = Model(spec, params.astype(np.float64), "float64")
     assume(well_conditioned(exact, x.astype(np.float64)))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from encoding_draws import inputs_off_kinks
 from gradient_checks import (
+    BATCH,
     check_input_gradient,
     check_parameter_gradient,
     draw_params,
-    inputs_off_borders,
     models,
     well_conditioned,
 )
@@ -30,7 +31,7 @@ PIECEWISE_LINEAR = ("None", "ReLU", "LeakyReLU")
 def draw(spec: ModelSpec, seed: int) -> tuple[Model, np.ndarray, np.ndarray, np.ndarray]:
     """The model in float64; x, v and dL/dy for it."""
     random = np.random.default_rng(seed)
-    x = inputs_off_borders(spec.encoding, random)
+    x = inputs_off_kinks(spec.encoding, random, BATCH)
     model = Model(spec, draw_params(spec, random), "float64")
     return model, x, random.standard_normal(x.shape), random.standard_normal((len(x), spec.n_output_dims))
 
