@@ -60,7 +60,9 @@ def _make_product(target: Target, weights: Tile, operand: FragmentShape, result:
 class WeightGradient:
     """Who sums which part of one layer's dW: a grid of `warp_rows` x `warp_columns` x `sample_parts` warps.
 
-    Each warp keeps a [fan_out / warp_rows, fan_in / warp_columns] part, over 1 / sample_parts of the tile's samples.
+    Each warp keeps `row_blocks` x `column_blocks` blocks of 16x16, over 1 / sample_parts of the tile's samples. Where
+    the blocks don't divide evenly, the last warps' parts are moved back to fit and overlap the part before; a block is
+    *owned*, and written out, by the warp whose unmoved part it lies in.
     """
 
     d: Tile  # [samples, fan_out]
@@ -71,32 +73,45 @@ class WeightGradient:
     sample_parts: int
 
     def __post_init__(self):
-        blocks = (self.d.columns // 16, self.h.columns // 16, self.d.rows // 16)
-        if any(n % p for n, p in zip(blocks, (self.warp_rows, self.warp_columns, self.sample_parts), strict=True)):
-            raise ValueError(f"{self.d.columns}x{self.h.columns} does not divide among the warps of {self}")
+        if self.warp_rows > self.n_row_blocks or self.warp_columns > self.n_column_blocks:
+            raise ValueError(f"{self} has more warps than blocks")
+        if self.d.rows // 16 % self.sample_parts:
+            raise ValueError(f"the samples of {self} do not divide among the warps")
 
     @property
     def n_warps(self) -> int:
         return self.warp_rows * self.warp_columns * self.sample_parts
 
     @property
+    def n_row_blocks(self) -> int:
+        return self.d.columns // 16
+
+    @property
+    def n_column_blocks(self) -> int:
+        return self.h.columns // 16
+
+    @property
     def row_blocks(self) -> int:
-        return self.d.columns // 16 // self.warp_rows
+        return -(-self.n_row_blocks // self.warp_rows)
 
     @property
     def column_blocks(self) -> int:
-        return self.h.columns // 16 // self.warp_columns
+        return -(-self.n_column_blocks // self.warp_columns)
 
     @property
     def n_accumulators(self) -> int:
         return self.row_blocks * self.column_blocks * 8
 
     def place(self, e):
-        """(warp_row, warp_column, sample_part) of this thread's warp."""
+        """(first row block, first owned row block, first column block, first owned one, sample part) of this warp."""
         warp = e.warp()
+        own_row = e.mul(e.mod(warp, self.warp_rows), self.row_blocks)
+        own_column = e.mul(e.mod(e.div(warp, self.warp_rows), self.warp_columns), self.column_blocks)
         return (
-            e.mod(warp, self.warp_rows),
-            e.mod(e.div(warp, self.warp_rows), self.warp_columns),
+            e.minimum(own_row, self.n_row_blocks - self.row_blocks),
+            own_row,
+            e.minimum(own_column, self.n_column_blocks - self.column_blocks),
+            own_column,
             e.div(warp, self.warp_rows * self.warp_columns),
         )
 
@@ -114,10 +129,10 @@ def make_weight_gradients(target: Target, layers: tuple[WeightGradient, ...]):
     def add_weight_gradients(e, base, accumulators):
         results, first = list(accumulators), 0
         for layer in layers:
-            warp_row, warp_column, part = layer.place(e)
+            first_row, _, first_column, _, part = layer.place(e)
             samples = layer.d.rows // layer.sample_parts
-            d_address = e.add(layer.d.crossed(e, base), e.mul(warp_row, layer.row_blocks * 32))
-            h_address = e.add(layer.h.straight(e, base), e.mul(warp_column, layer.column_blocks * 32))
+            d_address = e.add(layer.d.crossed(e, base), e.shl(first_row, 5))  # a block is 32 bytes wide
+            h_address = e.add(layer.h.straight(e, base), e.shl(first_column, 5))
             d_address = e.add(d_address, e.mul(part, samples * layer.d.stride))
             h_address = e.add(h_address, e.mul(part, samples * layer.h.stride))
             for s in range(samples // 16):
@@ -161,21 +176,35 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
         for layer in layers:
             values = accumulators[first : first + layer.n_accumulators]
             first += layer.n_accumulators
-            warp_row, warp_column, part = layer.place(e)
+            first_row, own_row, first_column, own_column, part = layer.place(e)
             fan_in = layer.h.columns
-            top = e.add(g, e.mul(warp_row, 16 * layer.row_blocks))
-            left = e.add(t2, e.mul(warp_column, 16 * layer.column_blocks))
+            top, left = e.add(g, e.shl(first_row, 4)), e.add(t2, e.shl(first_column, 4))
             place = e.address(line, e.add(e.mul(top, fan_in), left), 4, 4 * layer.parameter_offset)
 
-            def write(values, layer=layer, place=place, fan_in=fan_in):
-                for i in range(0, len(values), 2):
-                    block, half, r = i // 8, i // 4 % 2, i % 4
-                    m, n = divmod(block, layer.column_blocks)
+            def write_block(m, n, values, place=place, fan_in=fan_in):
+                for i in range(0, 8, 2):
+                    half, r = i // 4, i % 4
                     offset = 4 * ((16 * m + 8 * (r // 2)) * fan_in + 16 * n + 8 * half)
-                    pair = values[i : i + 2]
                     old = e.load_global(place, "f32", 2, offset, constant=False)
+                    pair = values[i : i + 2]
                     pair = [e.fadd(e.select(adds, o, e.f32(0.0)), v) for o, v in zip(old, pair, strict=True)]
                     e.store_global(place, "f32", pair, offset)
+
+            def write(values, layer=layer, first_row=first_row, own_row=own_row, first_column=first_column,
+                      own_column=own_column, write_block=write_block):  # fmt: skip
+                uneven_rows = layer.n_row_blocks % layer.warp_rows
+                uneven_columns = layer.n_column_blocks % layer.warp_columns
+                for block in range(layer.row_blocks * layer.column_blocks):
+                    m, n = divmod(block, layer.column_blocks)
+                    numbers = values[8 * block : 8 * block + 8]
+                    if not (uneven_rows or uneven_columns):
+                        write_block(m, n, numbers)
+                        continue
+                    # block >= own, said without a comparison that could underflow
+                    owns_row = e.less(own_row, e.add(first_row, m + 1))
+                    owns_column = e.less(own_column, e.add(first_column, n + 1))
+                    with e.when(e.both(owns_row, owns_column)):
+                        write_block(m, n, numbers)
 
             if layer.sample_parts == 1:
                 write(values)

@@ -241,11 +241,11 @@ def _splits(d: Tile, h: Tile, n_warps: int, parameter_offset: int) -> list[Weigh
     """All ways to divide one layer's dW among the warps of a block."""
     options = []
     for warp_rows, warp_columns in itertools.product((1, 2, 4, 8), repeat=2):
-        if n_warps % (warp_rows * warp_columns):
+        fits = warp_rows <= d.columns // 16 and warp_columns <= h.columns // 16
+        if not fits or n_warps % (warp_rows * warp_columns):
             continue
         parts = n_warps // (warp_rows * warp_columns)
-        blocks = (d.columns // 16, h.columns // 16, d.rows // 16)
-        if not any(n % p for n, p in zip(blocks, (warp_rows, warp_columns, parts), strict=True)):
+        if d.rows // 16 % parts == 0:
             options.append(WeightGradient(d, h, parameter_offset, warp_rows, warp_columns, parts))
     return options
 

@@ -106,7 +106,11 @@ class Toolbox:
         for plan in plans:
             kernels, problem = [], None
             for source in sources_of(plan):
-                compiled = self.compile(source)
+                try:
+                    compiled = self.compile(source)
+                except CompileError as error:
+                    problem = f"{source.plan.describe()}: {error}"
+                    break
                 kernels.append((source, compiled))
                 if compiled.spill_bytes > MAX_SPILL_BYTES:
                     problem = f"{source.plan.describe()}: {compiled.spill_bytes} bytes spilled"
@@ -114,7 +118,7 @@ class Toolbox:
             if problem is None:
                 return plan, [self.load(source, compiled) for source, compiled in kernels]
             reasons.append(problem)
-        raise CompileError("every kernel plan spills registers: " + "; ".join(reasons))
+        raise CompileError("no kernel plan can be used: " + "; ".join(dict.fromkeys(reasons)))
 
 
 class Workspace:

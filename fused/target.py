@@ -51,7 +51,8 @@ class CudaTarget:
     def device(self, function: Callable) -> Callable:
         from .numba_bridge import cuda
 
-        return cuda.jit(device=True, fastmath=True)(function)
+        # inlined even where the code grows large: a call would cost registers, and the ladder of plans its point
+        return cuda.jit(device=True, fastmath=True, forceinline=True)(function)
 
     scalar = scalar_part = device
 
