@@ -51,6 +51,9 @@ from .precision import Precision
 INT32_LIMIT = 2.0**31
 
 
+LARGEST_CELL_SCALE = 2.0**-30
+"""A level of one vertex has the scale 0, and cells without end; in integers they are 2^62 long, 2^30 units of x."""
+
 STOCHASTIC_SEED = 1337
 
 
@@ -219,18 +222,16 @@ def cell_and_fraction(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fixed_point_cell_and_fraction(coordinates: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """The same for x = n / 2^32, n the bits of x as a float32: in integers, q = (n + ⌊c/2⌋) / c with cells of c.
+    """g and t for x = n / 2^32, n the bits of x as a float32: with cells of c ≈ 2^32/s, both come from n + ⌊c/2⌋.
 
-    A sum beyond 2^32 wraps; its cell is counted from ⌊s⌋. Where s does not divide 2^32, c is rounded down and t may
-    pass 1 by a rounding. (float64 models see the bits as long as they are not those of a signalling NaN.)
+    c is rounded to float32 and then down, as in tiny-cuda-nn. The sum is taken in 64 bits: where it wraps in 32, just
+    below x = 1, tiny-cuda-nn stays in cell ⌊s⌋, and t passes 1 if s has a fraction above 1/2. (A float64 model sees
+    the bits unchanged unless they are those of a signalling NaN.)
     """
     n = coordinates.astype(np.float32, copy=False).view(np.uint32)
-    c = np.uint32(min(int(np.float32(2**32) / np.float32(max(scale, 1.0))), 2**32 - 1))
-    half = c // np.uint32(2)
-    shifted = n + half
-    cell = shifted // c + np.where(shifted < half, np.uint32(scale), np.uint32(0))
-    fraction = (shifted - cell * c).astype(coordinates.dtype)
-    return cell, fraction * coordinates.dtype.type(scale / 2**32)
+    c = np.uint64(np.float32(2**32) / np.float32(max(scale, LARGEST_CELL_SCALE)))
+    cell, remainder = np.divmod(n.astype(np.uint64) + c // np.uint64(2), c)
+    return cell.astype(np.uint32), (remainder / c).astype(coordinates.dtype)
 
 
 def weighted_sums(values: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
