@@ -185,18 +185,13 @@ def decayed(w: np.ndarray, relative: np.ndarray | float, absolute: np.ndarray | 
     return kept - np.copysign(np.asarray(absolute, np.float32), w)
 
 
-def newest_weight(decay: float, n: int) -> float:
-    """(1 - d) / (1 - dⁿ): what the n-th of n values weighs in their exponential average of total weight 1."""
-    return (1.0 - decay) / (1.0 - decay**n)
-
-
 def blend(average: np.ndarray, value: np.ndarray, decay: float, n: int) -> None:
     """Takes the n-th value (from 1) into an exponential average without bias, in place.
 
     a_n = ((d - dⁿ) a_{n-1} + (1 - d) x_n) / (1 - dⁿ): the weights of all values sum to 1, those of older ones decline
-    by d. The first value replaces whatever `average` held.
+    by d. The first value replaces whatever `average` held. (Adding a multiple of x_n - a_{n-1} instead would lose an
+    x_n that is much smaller than a_{n-1}.)
     """
-    if n == 1:
-        average[...] = value
-    else:
-        average += np.float32(newest_weight(decay, n)) * (value - average)
+    power = decay**n
+    average *= np.float32((decay - power) / (1 - power))
+    average += np.float32((1 - decay) / (1 - power)) * value
