@@ -156,15 +156,6 @@ def test_against_the_definition(n_dims: int, type: str, interpolation: str) -> N
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-13)
 
 
-def test_large_tiled_levels_are_not_constant() -> None:
-    """tiny-cuda-nn reads entry 0 everywhere once N exceeds 1625 in three dimensions; here the level still varies."""
-    spec = GridSpec(3, type="Tiled", n_levels=9, n_features_per_level=1, base_resolution=16, per_level_scale=2.0)
-    assert grid_levels(spec)[-1].resolution == 4096
-    random = np.random.default_rng(0)
-    model = Model(bare(spec), random.uniform(-1, 1, n_encoding_params(spec)).astype(np.float32), "float32")
-    assert model.forward(random.random((500, 3)))[:, -1].std() > 0.1
-
-
 def test_features_do_not_depend_on_their_number() -> None:
     """F = 1, 2, 4, 8: the columns of a wide table are those of narrow ones."""
     random = np.random.default_rng(0)
