@@ -379,7 +379,7 @@ class Prepared:
 
 
 class NetworkWithInputEncoding(Module):
-    """A trainable or fixed encoding of x, and a multi-layer perceptron behind it."""
+    """A trainable or fixed encoding of x, and a multi-layer perceptron behind it; see `Network` for its config."""
 
     def __init__(
         self,
@@ -400,7 +400,14 @@ class NetworkWithInputEncoding(Module):
 
 
 class Network(Module):
-    """A multi-layer perceptron alone. Ones pad its input to a multiple of 16, as in tiny-cuda-nn's bindings."""
+    """A multi-layer perceptron alone. Ones pad its input to a multiple of 16, as in tiny-cuda-nn's bindings.
+
+    Its config is tiny-cuda-nn's ("otype", "n_neurons", "n_hidden_layers", "activation", "output_activation"), and two
+    options that tiny-cuda-nn does not have:
+
+    "hidden": [64, 32, 16]  the width of each hidden layer, instead of "n_neurons" and "n_hidden_layers"
+    "bias": true            each layer adds a bias, which begins at 0; not fused yet, so the reference computes it
+    """
 
     def __init__(
         self,
