@@ -47,7 +47,10 @@ MLP = {"otype": "FullyFusedMLP", "n_neurons": 32, "n_hidden_layers": 2}
 
 
 def make_spec(n_in: int = 2, n_out: int = 3, encoding: dict | None = None, **network: Any) -> ModelSpec:
-    return parse_model(n_in, n_out, encoding or GRID, MLP | network)
+    config = MLP | network
+    if "hidden" in config:
+        del config["n_neurons"], config["n_hidden_layers"]
+    return parse_model(n_in, n_out, encoding or GRID, config)
 
 
 def make_params(spec: ModelSpec, rng: np.random.Generator, scale: float = 1.0) -> np.ndarray:
@@ -286,6 +289,15 @@ def test_bare_encodings(encoding: dict, output_dtype: str, rng: np.random.Genera
 @pytest.mark.parametrize("n_out", [1, 16, 17])
 def test_depths_and_output_widths(n_hidden_layers: int, n_out: int) -> None:
     check(make_spec(n_out=n_out, otype="CutlassMLP", n_hidden_layers=n_hidden_layers, n_neurons=16))
+
+
+@pytest.mark.parametrize("activation", ["ReLU", "Sigmoid", "SiLU"])  # phi(0) = 0, not 0, and with a gate
+@pytest.mark.parametrize("staged", [False, True])
+def test_hidden_widths_that_are_padded(activation: str, staged: bool) -> None:
+    """20 and 40 neurons in tiles of 32 and 48 columns, with stray weights in the padding, which take no part."""
+    spec = make_spec(otype="CutlassMLP", hidden=[20, 40], activation=activation)
+    assert spec.logical_layer_shapes[1] == (40, 20) and spec.layer_shapes[1] == (48, 32)
+    check(spec, plan=(staged_plans if staged else single_plans)(spec, HOPPER, encoding_gradient=True)[0])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 31, 32, 127, 128, 129, 257])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulation import emulator_target
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault
@@ -71,6 +71,7 @@ def matrix_of(shape: FragmentShape, fragment) -> np.ndarray:
 # ------------------------------------------------------------------------------------------- fragments
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 16))
 def test_every_element_has_one_register(row_blocks: int, column_blocks: int) -> None:
     shape = FragmentShape(16 * row_blocks, 16 * column_blocks)
@@ -178,6 +179,7 @@ def test_saved_fragments_come_back(n_packed: int, target, rng: np.random.Generat
 # ----------------------------------------------------------------------------------------------- tiles
 
 
+@settings(deadline=None)
 @given(st.integers(1, 32), st.integers(1, 16))
 def test_eight_rows_lie_in_eight_bank_groups(column_blocks: int, row_blocks: int) -> None:
     """ldmatrix and stmatrix touch 16 bytes of 8 rows at a time: no two in the same 4 of the 32 banks."""
