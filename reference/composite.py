@@ -10,7 +10,8 @@ and u = dL/dy, child i sees the output gradient
 
     u_i = its columns of u,   u_i = u,   u_i = u · r_i  with  r_i = Π_{k≠i} y_k  the product of the other children.
 
-Input gradients of children that share dimensions add up; dimensions that no child reads get 0.
+Input gradients of children that share dimensions add up; dimensions that no child reads get 0. The y_i are combined in
+the compute format: in half precision, y is rounded and they are not.
 
 Second order: S = Σ_i S_i(x_i, u_i, θ_i) is a sum over the children, whose own second orders give ẏ_i = dS_i/du_i (the
 derivative of y_i along v = dL_ddx), dS_i/dθ_i and dS_i/dx_i. Then
@@ -48,7 +49,7 @@ class Child:
 
 
 class Composite:
-    padding_value = 1.0  # never used: a composite's padding is that of its children
+    padding_value = 1.0  # of columns past the children's; configs give none, they pad the children
 
     def __init__(self, spec: CompositeSpec, encodings: list[Encoding]):
         """`encodings` are those of `spec.nested`, in order."""
