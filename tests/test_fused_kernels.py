@@ -329,6 +329,17 @@ def test_single_plans(plan: KernelPlan) -> None:
     check(WIDE, plan=plan, batch=300)
 
 
+UNEVEN = make_spec(otype="CutlassMLP", n_neurons=80, n_hidden_layers=1, n_out=20)
+
+
+@pytest.mark.parametrize(
+    "plan", distinct(single_plans(UNEVEN, HOPPER, encoding_gradient=True)), ids=KernelPlan.describe
+)
+def test_weight_gradients_that_do_not_divide_evenly(plan: KernelPlan) -> None:
+    """5 blocks of rows among 2 or 4 warps: parts overlap, and each block is written by its owner alone."""
+    check(UNEVEN, plan=plan, batch=150)
+
+
 STAGED = distinct([p.propagate for p in staged_plans(WIDE, HOPPER, encoding_gradient=True)])
 
 

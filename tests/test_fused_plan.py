@@ -85,15 +85,16 @@ def assert_well_formed(kernel: KernelPlan, chip: Architecture) -> None:
 
 
 def work_of(layer: WeightGradient, n_warps: int) -> np.ndarray:
-    """How often each (16x16 block of dW, 16 samples) is added by the warps of a block."""
+    """How often each (16x16 block of dW, 16 samples) is summed by a warp that also owns the block, and writes it."""
     counts = np.zeros((layer.d.columns // 16, layer.h.columns // 16, layer.d.rows // 16), int)
     e = Emitter(Block(GlobalMemory(), 32 * n_warps, 16))
-    places = (np.broadcast_to(p, 32 * n_warps)[::32] for p in layer.place(e))
+    places = (np.broadcast_to(p, 32 * n_warps)[::32].tolist() for p in layer.place(e))
     samples = counts.shape[2] // layer.sample_parts
-    for row, column, part in zip(*places, strict=True):
-        top, left = int(row) * layer.row_blocks, int(column) * layer.column_blocks
-        first = int(part) * samples
-        counts[top : top + layer.row_blocks, left : left + layer.column_blocks, first : first + samples] += 1
+    for first_row, own_row, first_column, own_column, part in zip(*places, strict=True):
+        last_row, last_column = first_row + layer.row_blocks, first_column + layer.column_blocks
+        assert last_row <= counts.shape[0] and last_column <= counts.shape[1], "a warp reads past the tile"
+        assert first_row <= own_row and first_column <= own_column
+        counts[own_row:last_row, own_column:last_column, part * samples : (part + 1) * samples] += 1
     return counts
 
 
@@ -220,9 +221,12 @@ def test_divisions_keep_their_budget(shapes: list, n_warps: int, rows: int, budg
         assert layer.n_warps == n_warps and (work_of(layer, n_warps) == 1).all()
 
 
-def test_a_division_that_leaves_blocks_over_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not divide"):
-        WeightGradient(Tile("d", 64, 48, 0), Tile("h", 64, 16, 8192), 0, 2, 1, 2)
+@pytest.mark.parametrize(("warps", "reason"), [
+    ((4, 1, 1), "more warps than blocks"), ((1, 2, 2), "more warps than blocks"), ((1, 1, 8), "samples"),
+])  # fmt: skip
+def test_divisions_that_make_no_sense_are_refused(warps: tuple[int, int, int], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        WeightGradient(Tile("d", 64, 48, 0), Tile("h", 64, 16, 8192), 0, *warps)
 
 
 # ----------------------------------------------------------------------------------- hashes and texts
