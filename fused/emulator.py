@@ -331,6 +331,9 @@ class Emitter:
     def n_blocks(self):
         return np.uint32(self.block_state.n_blocks)
 
+    def zero_at_run_time(self):
+        return np.float32(0.0)
+
     # warp, barriers
     def shuffle_xor(self, value, mask):
         value = np.broadcast_to(value, (self.block_state.n_threads,))

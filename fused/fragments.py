@@ -155,12 +155,12 @@ def make_mask(target: Target, shape: FragmentShape):
     @target.intrinsic([("f32", shape.n_elements), "u32", "u32", "u32"], ("f32", shape.n_elements))
     def mask(e, fragment, first_row, n_rows, n_columns):
         g, t2 = lane_row_and_column(e)
-        values = []
+        zero, values = e.zero_at_run_time(), []
         for i, value in enumerate(fragment):
             row, column = shape.element(i)
             inside = e.less(e.add(first_row, e.add(g, row)), n_rows)
             inside = e.both(inside, e.less(e.add(t2, column), n_columns))
-            values.append(e.select(inside, value, e.f32(0.0)))
+            values.append(e.select(inside, value, zero))
         return values
 
     return mask

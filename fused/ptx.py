@@ -195,6 +195,11 @@ class Emitter:
     def n_blocks(self):
         return self.special("nctaid.x")
 
+    def zero_at_run_time(self):
+        """0.0 that the assembler can't see through (grids have no third axis): nvJitLink 13.5 was seen to write one of
+        two constant zeros of a stmatrix after the instruction that stores them."""
+        return self.builder.bitcast(self.special("ctaid.z"), F32)
+
     # ------------------------------------------------------------------------------ warp, barriers
     def shuffle_xor(self, value, mask: int):
         kind = "=f,f" if value.type == F32 else "=r,r"
