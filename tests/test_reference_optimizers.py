@@ -189,6 +189,21 @@ def test_a_step_without_gradients_counts_and_moves_nothing(config: dict[str, Any
         assert np.isfinite(params).all()
 
 
+@pytest.mark.parametrize("otype", [*LEAVES, "Average", "EMA"])
+def test_a_first_step_without_gradients_leaves_no_trace(otype: str) -> None:
+    """The next one moves parameters as a first step does: what is special about it waits for gradients."""
+    random = np.random.default_rng(3)
+    late, fresh = optimizer_of({"otype": otype}), optimizer_of({"otype": otype})
+    params = random.uniform(-1, 1, N_PARAMS).astype(np.float32)
+    copied = params.copy()
+    late.step(params, None)
+    for _ in range(4):
+        gradient = random_gradient(random)
+        late.step(params, gradient)
+        fresh.step(copied, gradient)
+        np.testing.assert_array_equal(params, copied)
+
+
 def test_batched_leaves_gradients_out_that_were_not_finite() -> None:
     config = {
         "otype": "Batched",
