@@ -167,6 +167,22 @@ def make_mask(target: Target, shape: FragmentShape):
 
 
 @functools.cache
+def make_note_not_finite(target: Target, shape: FragmentShape):
+    """note(packed, bad, mark): raise the word `bad` to `mark` if any element of a packed fragment is not finite."""
+
+    @target.intrinsic([("u32", shape.n_packed), "u64", "u32"], "void")
+    def note_not_finite(e, packed, bad, mark):
+        # an exponent of all ones, plus one, carries into the sign bit
+        found = e.u32(0)
+        for register in packed:
+            found = e.or_(found, e.add(e.and_(register, 0x7C007C00), 0x04000400))
+        with e.when(e.less(0, e.and_(found, 0x80008000))):
+            e.maximum_global(bad, mark)
+
+    return note_not_finite
+
+
+@functools.cache
 def make_save(target: Target, n_packed: int):
     """save(buffer, slot, packed): a packed fragment to global memory in register order, 16 bytes a lane at a time.
 

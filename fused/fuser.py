@@ -21,6 +21,7 @@ from .fragments import (
     FragmentShape,
     Target,
     make_load_matrix,
+    make_note_not_finite,
     make_pack,
     make_restore,
     make_store_matrix,
@@ -37,7 +38,18 @@ from .mlp import (
 )
 from .network_stage import make_load_weights, make_network_forward, make_network_gradient
 from .plan import KernelPlan, layer_offsets
-from .stage_io import BATCH, IO_PARAMETERS, SCALES, Y_STRIDE, GradientOptions, InferenceOptions, KernelBody, Y
+from .stage_io import (
+    BAD,
+    BATCH,
+    IO_PARAMETERS,
+    MARK,
+    SCALES,
+    Y_STRIDE,
+    GradientOptions,
+    InferenceOptions,
+    KernelBody,
+    Y,
+)
 from .tiles import make_barriers, make_indices, make_load_fragment, make_store_fragment
 
 
@@ -113,7 +125,7 @@ def make_single_gradient_kernel(
     first_row_of, u32, f32 = _tile_helpers(target, plan), target.u32, target.f32
     encoding_backward = _make_features_backward(target, spec, plan, options, need)
 
-    def gradient(n_tiles, partial_sums, row_bytes, losses, bad, mark, io):
+    def gradient(n_tiles, partial_sums, row_bytes, losses, io):
         base = shared_base()
         load_all(base, io)
         accumulators, total = zeros(), f32(0)
@@ -129,7 +141,7 @@ def make_single_gradient_kernel(
             accumulators = weight_gradients(base, accumulators)
             barrier()
             tile = u32(tile + step)
-        write(base, accumulators, partial_sums, row_bytes, block_index(), u32(0), bad, mark)
+        write(base, accumulators, partial_sums, row_bytes, block_index(), u32(0), io[BAD], io[MARK])
         store_loss(losses, block_index(), block_sum(base, total))
 
     assert n_layers == len(plan.layers)
@@ -138,8 +150,6 @@ def make_single_gradient_kernel(
         ("partial_sums", "u64"),
         ("row_bytes", "u32"),
         ("losses", "u64"),
-        ("bad", "u64"),
-        ("mark", "u32"),
     )
     return KernelBody("gradient", gradient, parameters, IO_PARAMETERS)
 
@@ -158,10 +168,13 @@ def _make_features_backward(target, spec, plan, options, need) -> Callable:
     store = make_store_fragment(target, plan.dx, shape)
     encode_backward = make_encode_backward(target, spec, plan, options)
     need_first, (_, warp_barrier, _) = need[0], make_barriers(target)
+    note_not_finite = make_note_not_finite(target, shape)
 
     def features_backward(base, io, first_row, d):
         need_first(base, io)
-        store(base, pack(product(base, d)))
+        gradient = pack(product(base, d))
+        note_not_finite(gradient, io[BAD], io[MARK])
+        store(base, gradient)
         warp_barrier()
         encode_backward(base, io, first_row)
 
@@ -292,6 +305,7 @@ def make_encoding_gradient_kernel(
     encode_backward = make_encode_backward(target, spec, plan, options)
     first_row_of, u32, n_out = _tile_helpers(target, plan), target.u32, spec.n_output_dims
     given_scale, map_values = make_read_scale(target, 0), target.map_fragment
+    note_not_finite = make_note_not_finite(target, shape)
 
     def multiply(a, b):
         return a * b
@@ -305,7 +319,9 @@ def make_encoding_gradient_kernel(
         while tile < n_tiles:
             first_row = first_row_of(tile)
             given = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out))
-            store(base, pack(map_values(multiply, given, scale)))
+            dx = pack(map_values(multiply, given, scale))
+            note_not_finite(dx, io[BAD], io[MARK])
+            store(base, dx)
             warp_barrier()
             encode_backward(base, io, first_row)
             warp_barrier()

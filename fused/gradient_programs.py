@@ -76,11 +76,11 @@ class EncodingGradientProgram(GradientProgram):
 
     def _prepare(self) -> None:
         (self._program,) = self.programs
-        self._set = self._program.kernel.setter("n_tiles", *BATCH_FIELDS)
+        self._set = self._program.kernel.setter("n_tiles", "mark", *BATCH_FIELDS)
 
     def run(self, batch: Batch, mark: int, stream: int) -> PartialSums:
         n_tiles = -(-batch.size // self.plan.tile_rows)
-        self._set(n_tiles, *_fields(batch))
+        self._set(n_tiles, mark, *_fields(batch))
         self._program.kernel.launch(min(n_tiles, self._program.max_blocks), stream)
         nothing = self.workspace.get("partial sums", self.row_bytes)
         return PartialSums(nothing, 0, self.row_bytes, nothing, 0)
@@ -108,7 +108,7 @@ class StagedGradientProgram(GradientProgram):
 
     def _prepare(self) -> None:
         self._propagate, *self._weight_gradients = self.programs
-        self._set = self._propagate.kernel.setter("n_tiles", "losses", *BATCH_FIELDS)
+        self._set = self._propagate.kernel.setter("n_tiles", "losses", "mark", *BATCH_FIELDS)
         self._set_weight_gradients = [p.kernel.setter("n_tiles", "accumulate", "mark") for p in self._weight_gradients]
         self._layer_counts = [len(layers) for _, layers in self.plan.weight_gradients]
 
@@ -142,7 +142,7 @@ class StagedGradientProgram(GradientProgram):
             start = chunk * chunk_rows
             rows = min(chunk_rows, batch.size - start)
             n_tiles = -(-rows // plan.tile_rows)
-            self._set(n_tiles, losses + 4 * n_blocks * chunk, *_fields(batch.rows(start, rows)))
+            self._set(n_tiles, losses + 4 * n_blocks * chunk, mark, *_fields(batch.rows(start, rows)))
             self._propagate.kernel.launch(n_blocks, stream)
             for program, set_values, n, n_layers in zip(
                 self._weight_gradients, self._set_weight_gradients, row_counts, self._layer_counts, strict=True

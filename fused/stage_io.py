@@ -24,14 +24,16 @@ IO = (
     "scales",  # u64  float32 [2]: factor of given output gradients, factor of results
     "saved",  # u64  fragments of a chunk (staged plans)
     "n_slots",  # u32  fragments of each kind in it
+    "bad",  # u64  a word that becomes at least `mark` where a gradient is not finite
+    "mark",  # u32
 )
 IO_TYPES = {
     "parameters": "u64", "table": "u64", "x": "u64", "x_stride": "u32", "batch": "u32", "y": "u64", "y_stride": "u32",
     "density": "u64", "density_stride": "u32", "table_gradient": "u64", "dx": "u64", "dx_stride": "u32",
-    "scales": "u64", "saved": "u64", "n_slots": "u32",
+    "scales": "u64", "saved": "u64", "n_slots": "u32", "bad": "u64", "mark": "u32",
 }  # fmt: skip
 PARAMETERS, TABLE, X, X_STRIDE, BATCH, Y, Y_STRIDE, DENSITY, DENSITY_STRIDE = range(9)
-TABLE_GRADIENT, DX, DX_STRIDE, SCALES, SAVED, N_SLOTS = range(9, 15)
+TABLE_GRADIENT, DX, DX_STRIDE, SCALES, SAVED, N_SLOTS, BAD, MARK = range(9, 17)
 
 
 @dataclass(frozen=True)
