@@ -117,8 +117,8 @@ def _softplus_derivative(y):
 
 def _tanh(x):
     # fast mathematics' own tanh is wrong from the fourth digit on, which 1 - y^2 makes a tenth where y is near 1
-    t = math.exp(f32(-2) * abs(x))
-    y = (f32(1) - t) / (f32(1) + t)
+    t = math.expm1(f32(-2) * abs(x))
+    y = -t / (t + f32(2))
     return y if x > f32(0) else -y
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ..specs import AdamSpec
+from .adam import make_adam
 from .fragments import Target
 from .mlp import make_block_sum
-from .optimizers import make_adam
 from .stage_io import KernelBody
 from .tiles import make_indices
 

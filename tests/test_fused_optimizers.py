@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numba_tcnn.fused import activations, losses, optimizer_kernels
+from numba_tcnn.fused.adam import make_adam
 from numba_tcnn.fused.emulator import GlobalMemory
 from numba_tcnn.fused.grid import consecutive_groups, index_kind, make_index
-from numba_tcnn.fused.optimizers import make_adam
 from numba_tcnn.fused.target import NjitTarget
 from numba_tcnn.layout import GridLevel, grid_levels
 from numba_tcnn.reference import activations as reference_activations

@@ -1,4 +1,4 @@
-"""Adam as a scalar device function (mirror of reference/optimizers.py; Kingma and Ba 2015, tiny-cuda-nn's variant).
+"""Adam as a scalar device function (mirror of reference/adam.py; Kingma and Ba 2015, tiny-cuda-nn's variant).
 
 For a parameter w with gradient g (loss scale and batch size already divided out), moments m and v, and k updates of
 this parameter so far:
