@@ -79,7 +79,7 @@ def test_kernels_that_fail_are_reported(machine, capsys, monkeypatch):
     assert cli.main(["doctor"]) == 0
     lines = report(capsys)
     assert "self-test: the fused engine fails: EngineUnavailable: ptxas said no" in lines
-    assert lines[-1].startswith("advice: the fused engine fails on this device (EngineUnavailable)")
+    assert any(line.startswith("advice: the fused engine fails on this device (EngineUnavailable)") for line in lines)
 
 
 def test_kernels_that_compute_something_else_are_reported(machine, capsys, monkeypatch):
@@ -93,7 +93,7 @@ def test_kernels_that_compute_something_else_are_reported(machine, capsys, monke
     assert cli.main(["doctor"]) == 0
     lines = report(capsys)
     assert any(line.startswith("  outputs") and line.endswith("more than 0.005") for line in lines)
-    assert "differ too much between the engines" in lines[-1]
+    assert any(line.startswith("advice: ") and "differ too much between the engines" in line for line in lines)
 
 
 def test_a_broken_reference_is_exit_code_1(machine, capsys, monkeypatch):
