@@ -12,9 +12,10 @@ from .config import ConfigError
 from .engine_selection import JitFusionWarning, supports_jit_fusion
 from .engines import EngineUnavailable, Explanation, KernelReport
 from .fit import History
-from .model import Model, create_from_config
+from .model import Model, create_from_config, load
 from .modules import Context, Encoding, Gradients, Module, Network, NetworkWithInputEncoding
 from .objectives import Loss, Optimizer, create_loss, create_optimizer
+from .snapshot_files import SnapshotError
 from .trainer import LossValue, Trainer
 
 __all__ = [
@@ -34,11 +35,13 @@ __all__ = [
     "Network",
     "NetworkWithInputEncoding",
     "Optimizer",
+    "SnapshotError",
     "Trainer",
     "__version__",
     "create_from_config",
     "create_loss",
     "create_optimizer",
+    "load",
     "plot",
     "supports_jit_fusion",
 ]

@@ -285,6 +285,12 @@ class SelectedEngine:
         self.runtime.set_params(params)
         self.parameters_version += 1
 
+    def restore(self, params: np.ndarray, optimizer_state: dict[str, Any], skipped_steps: int) -> None:
+        """Go on from a training that was saved, by this optimizer and with these parameters."""
+        self.set_params(params)  # first: it starts averages of parameters again
+        self.runtime.load_optimizer_state(optimizer_state)
+        self._skipped_in_earlier_runtimes = skipped_steps - self.runtime.skipped_steps
+
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
         self.run(lambda runtime: runtime.set_max_level(max_level))
         self.max_level = max_level

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from . import snapshots, tcnn_snapshots
 from .config import config_parts, load_config, parse_loss, parse_model, parse_optimizer
 from .config_losses import check_loss
 from .engine_selection import EngineOptions
@@ -20,12 +21,17 @@ from .trainer import LossValue, Trainer
 
 
 class Model(NotPickled):
-    """What `create_from_config` returns: `.network`, `.trainer`, `.optimizer`, `.loss` of one model."""
+    """A module and its trainer as one: `.network`, `.trainer`, `.optimizer`, `.loss`. See `create_from_config`.
 
-    def __init__(self, network: Module, trainer: Trainer, config: dict[str, Any]):
+    Made from a module and a trainer of one's own, its config is theirs, every key spelled out.
+    """
+
+    def __init__(self, network: Module, trainer: Trainer, config: dict[str, Any] | None = None):
+        if trainer.network is not network:
+            raise ValueError("the trainer trains another network")
         self.network = network
         self.trainer = trainer
-        self.config = config
+        self.config = snapshots.full_config(network, trainer) if config is None else config
 
     @property
     def loss(self) -> Loss:
@@ -66,6 +72,36 @@ class Model(NotPickled):
     def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
         """y [n, n_output_dims] for x [n, n_input_dims], computed `batch_size` rows at a time."""
         return predict(self.network, x, batch_size=batch_size)
+
+    # -- snapshots
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write parameters, optimizer state and config to one file, from which `numba_tcnn.load` goes on bit for bit.
+
+        A file of that name is replaced, but only once the new one is complete.
+        """
+        snapshots.save(path, self.network, self.trainer)
+
+    def load_tcnn(self, source: str | os.PathLike | bytes) -> None:
+        """Take over a snapshot of tiny-cuda-nn's Trainer, JSON or MessagePack: the path of a file, or its content.
+
+        The config is not in it: it must be that of this model. Where the snapshot holds the optimizer's state training
+        goes on from there; otherwise the optimizer stays as it is, but for averages of parameters, which start again.
+        tiny-cuda-nn saves the parameters that it uses for inference; where its optimizer averages, training goes on
+        from those. Raises `SnapshotError` for whatever doesn't fit, and leaves the model as it was.
+        """
+        tcnn_snapshots.load(source, self.network, self.trainer)
+
+    def save_tcnn(self, path: str | os.PathLike, format: str = "json", *, optimizer: bool = True) -> None:
+        """Write a snapshot that tiny-cuda-nn's Trainer reads.
+
+        format     "json", where each byte is a number in text, or "msgpack", a fourth of the size or less
+        optimizer  whether the optimizer's state goes in too
+
+        Numbers that tiny-cuda-nn keeps in half precision (averages of parameters) are rounded to it, unless this model
+        computes in float32 or float64. `save` is the format that loses nothing.
+        """
+        tcnn_snapshots.save(path, self.network, self.trainer, format, optimizer)
 
     # -- the network's own attributes, for short
 
@@ -143,3 +179,12 @@ def create_from_config(
     options = EngineOptions(engine, dtype, device, seed, deterministic, strict)
     network = NetworkWithInputEncoding._of(spec, options, seeding="trainer")
     return Model(network, Trainer(network, optimizer, loss, keep_parameters=True), loaded)
+
+
+def load(path: str | os.PathLike, *, engine: str = "auto", device: int = 0) -> Model:
+    """The model that `Model.save` wrote to a file; its training goes on as if it had never stopped.
+
+    Raises `SnapshotError` where the file is damaged, of a later version, or no snapshot, OSError where it can't be
+    read, and `EngineUnavailable` where `engine="fused"` can't be had.
+    """
+    return Model(*snapshots.load(path, engine=engine, device=device))

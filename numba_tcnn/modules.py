@@ -35,8 +35,9 @@ class NotPickled:
 
     def __reduce_ex__(self, protocol: int) -> Any:
         raise TypeError(
-            f"a {type(self).__name__} can't be pickled, and there is no save() yet: store the config and `.params` "
-            f"(a NumPy array), create the same from the config and assign the array to its `.params`"
+            f"a {type(self).__name__} can't be pickled: Model.save(path) stores a model and its training, and "
+            f"numba_tcnn.load(path) brings them back (Model(network, trainer) makes one of parts); what a module "
+            f"alone has learned is its `.params`, a NumPy array"
         )
 
 

@@ -359,10 +359,10 @@ def test_a_deep_copy_accumulates_gradients_of_its_own(rng):
 
 
 @pytest.mark.parametrize("part", ["model", "network", "trainer"])
-def test_pickling_says_what_to_store(part):
+def test_pickling_says_what_to_do_instead(part):
     model = make()
     target = model if part == "model" else getattr(model, part)
-    with pytest.raises(TypeError, match="store the config and `.params`"):
+    with pytest.raises(TypeError, match=r"Model\.save\(path\) stores a model"):
         pickle.dumps(target)
 
 

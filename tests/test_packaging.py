@@ -19,7 +19,7 @@ ROOMS = {"numba_tcnn": "numba_tcnn", "fused": "numba_tcnn/fused", "reference": "
 NOT_ON_IMPORT = {
     *("numba", "llvmlite", "cuda", "numba_cuda"),  # seconds of import, and useless without a device
     *("cupy", "torch", "jax", "tensorflow", "pandas", "scipy"),  # array libraries that the user may not have
-    *("matplotlib", "PIL", "tqdm", "IPython"),
+    *("matplotlib", "PIL", "tqdm", "IPython", "safetensors", "msgpack"),
 }
 
 MEASURE_IMPORT = """
