@@ -139,18 +139,23 @@ def load(path: str | os.PathLike, *, engine: str, device: int) -> tuple[Module, 
         params = taken(tensors, "params", np.float32, (n_params(spec),))
         optimizer = Optimizer(parse_optimizer(config.get("optimizer", {}), n_params=n_params(spec)))
         loss = Loss(parse_loss(config.get("loss", {})))
-        chosen = (value(model, "dtype", str), device, value(model, "seed", int), value(model, "deterministic", bool))
-        options = EngineOptions(engine, *chosen)
-        sigma = value(training, "perturbation_sigma", float)
+        options = EngineOptions(
+            engine,
+            value(model, "dtype", str, "model"),
+            device,
+            value(model, "seed", int, "model"),
+            value(model, "deterministic", bool, "model"),
+        )
+        sigma = value(training, "perturbation_sigma", float, "training")
         cls = KINDS.get(model.get("kind"))
         if cls is None:
             raise SnapshotError(f"model.kind {model.get('kind')!r} is none of {', '.join(KINDS)}")
         module = cls._of(spec, options, seeding="trainer")
         trainer = Trainer(module, optimizer, loss, seed=options.seed, perturbation_sigma=sigma, keep_parameters=True)
         if trainer._noise is not None:
-            trainer._noise.random.state = value(training, "noise_state", int)
+            trainer._noise.random.state = value(training, "noise_state", int, "training")
         state = put_arrays(module.engine.runtime.optimizer_state(), "optimizer", optimizer_numbers, tensors)
-        module.engine.restore(params, state, value(training, "skipped_steps", int))
+        module.engine.restore(params, state, value(training, "skipped_steps", int, "training"))
         if "max_level" in tensors:
             module.max_level = tensors.pop("max_level")
         tensors.pop("inference_params", None)  # follow from the state
@@ -186,7 +191,7 @@ def read(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, np.ndarray]
 
 
 def model_spec(config: Mapping[str, Any], model: Mapping[str, Any]) -> ModelSpec:
-    n_input_dims, n_output_dims = (value(model, key, int) for key in ("n_input_dims", "n_output_dims"))
+    n_input_dims, n_output_dims = (value(model, key, int, "model") for key in ("n_input_dims", "n_output_dims"))
     if "network" in config:
         return parse_model(n_input_dims, n_output_dims, config.get("encoding", {}), config["network"])
     # An encoding alone: its width is known, whatever alignment led to it.
@@ -208,14 +213,15 @@ def json_object(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
     return document
 
 
-def value(document: Mapping[str, Any], key: str, kind: type) -> Any:
+def value(document: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    """What stands under a key of the object called `where`, of just this type; a float may be written as an integer."""
     if key not in document:
-        raise SnapshotError(f"{key} is missing")
+        raise SnapshotError(f"{where}.{key} is missing")
     found = document[key]
     if kind is float and type(found) is int:
         found = float(found)
     if type(found) is not kind:
-        raise SnapshotError(f"{key} is {found!r}, not of type {kind.__name__}")
+        raise SnapshotError(f"{where}.{key} is {found!r:.40}, not of type {kind.__name__}")
     return found
 
 
@@ -241,9 +247,9 @@ def put_arrays(
         if isinstance(current, np.ndarray):
             state[name] = taken(tensors, inner, current.dtype, current.shape)
         elif isinstance(current, Mapping):
-            state[name] = put_arrays(current, inner, value(numbers, name, dict), tensors)
+            state[name] = put_arrays(current, inner, value(numbers, name, dict, path), tensors)
         else:
-            state[name] = value(numbers, name, type(current))
+            state[name] = value(numbers, name, type(current), path)
     if unknown := set(numbers) - set(own):
         raise SnapshotError(f"{path}.{min(unknown)} has no place in this model's optimizer")
     return state
