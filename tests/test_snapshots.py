@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from emulated_driver import EmulatedDriver, installed
 from fake_engine import FakeFusedEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -240,6 +242,35 @@ def test_from_one_engine_to_the_other(monkeypatch, tmp_path):
     for loaded in (there, here):
         assert_same(loaded, model)
     assert train(here, range(3, 6)) == train(there, range(3, 6)) == train(model, range(3, 6))
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with installed(EmulatedDriver(), monkeypatch):
+        yield
+
+
+def test_the_fused_engine_goes_on_from_device_memory(emulated_gpu, no_reference, tmp_path):
+    """The emulated driver computes a step the same way every time."""
+    model = make(engine="fused")
+    train(model, range(2))
+    model.save(tmp_path / "model")
+    loaded = tcnn.load(tmp_path / "model", engine="fused")
+    assert_same(loaded, model)
+    assert train(loaded, range(2, 4)) == train(model, range(2, 4))
+    assert_same(loaded, model)
+
+
+@pytest.mark.gpu
+def test_everything_comes_back_from_a_gpu(no_reference, tmp_path):
+    """Without a grid, whose gradients a GPU adds up in any order, training goes on bit for bit there too."""
+    model = make({**CONFIG, "encoding": {"otype": "Identity"}}, engine="fused")
+    train(model, range(20))
+    model.save(tmp_path / "model")
+    loaded = tcnn.load(tmp_path / "model", engine="fused")
+    assert_same(loaded, model)
+    assert train(loaded, range(20, 25)) == train(model, range(20, 25))
+    assert_same(loaded, model)
 
 
 # -------------------------------------------------------------------------------------------- the file
