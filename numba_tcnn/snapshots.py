@@ -171,7 +171,7 @@ def read(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, np.ndarray]
     with open(path, "rb"):  # a missing file, a folder, or one that may not be read: the system's own error
         pass
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(os.fsdecode(path), framework="numpy") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, TypeError, ValueError) as error:  # not this format; a dtype that NumPy lacks

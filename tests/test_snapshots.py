@@ -263,14 +263,13 @@ def test_the_fused_engine_goes_on_from_device_memory(emulated_gpu, no_reference,
 
 @pytest.mark.gpu
 def test_everything_comes_back_from_a_gpu(no_reference, tmp_path):
-    """Without a grid, whose gradients a GPU adds up in any order, training goes on bit for bit there too."""
-    model = make({**CONFIG, "encoding": {"otype": "Identity"}}, engine="fused")
+    """Exactly what was saved. Later steps add up gradients in any order, which float32 rounds: 1e-4 of the loss."""
+    model = make(engine="fused")
     train(model, range(20))
     model.save(tmp_path / "model")
     loaded = tcnn.load(tmp_path / "model", engine="fused")
     assert_same(loaded, model)
-    assert train(loaded, range(20, 25)) == train(model, range(20, 25))
-    assert_same(loaded, model)
+    np.testing.assert_allclose(train(loaded, range(20, 25)), train(model, range(20, 25)), rtol=1e-4)
 
 
 # -------------------------------------------------------------------------------------------- the file
