@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numba_tcnn as tcnn
-from numba_tcnn.fused import device_status, gradient_programs, plan, programs
+from numba_tcnn.fused import device_status, jobs, plan
 
 from .cases import N_INPUT_SETS, Case, DeviceData, load_cases
 from .device_timing import time_groups
@@ -40,8 +40,8 @@ class Kind:
 
 
 KINDS = {
-    "train": Kind(gradient_programs, "gradient_plans", "train_ms"),
-    "inference": Kind(programs, "inference_plans", "infer_ms"),
+    "train": Kind(jobs, "gradient_plans", "train_ms"),
+    "inference": Kind(jobs, "inference_plans", "infer_ms"),
 }
 
 

@@ -14,26 +14,19 @@ from ..specs import AdamSpec, LossSpec, ModelSpec, OptimizerSpec, round_up
 from .device_status import device_status
 from .driver import Device, DeviceBuffer
 from .driver import device as open_device
-from .encodings import refuse_what_is_missing
 from .gradient_programs import Batch, GradientProgram, make_gradient_program
-from .losses import LOSSES
+from .jobs import GradientJob, InferenceJob, backward_job, is_aligned, training_job
 from .optimizer_kernels import VECTOR
 from .programs import GradientScaleProgram, InferenceProgram, OptimizerProgram, PartialSums, Toolbox, Workspace
-from .stage_io import GradientOptions, InferenceOptions
+from .refusals import refuse_model, refuse_training
+from .stage_io import InferenceOptions
 
 LOSS_SLOTS = 4096
 """Losses that wait on the device for someone to read them; older ones are fetched before they are overwritten."""
 
-ALIGNMENT = 16
-
 STATE_ARRAYS = {"first_moments": np.float32, "second_moments": np.float32, "param_steps": np.uint32}
 
 NO_PARTIAL_SUMS = PartialSums(0, 0, 16, 0, 0)
-
-
-def is_aligned(address: int, stride: int) -> bool:
-    """Whether every row starts at a multiple of 16 bytes, so that kernels may load 16 bytes at a time."""
-    return (address | stride) % ALIGNMENT == 0
 
 
 def _nothing_to_do(stream: int) -> None:
@@ -169,17 +162,17 @@ class FusedRuntime:
         key = ("inference", x.dtype, is_aligned(address, stride), out.dtype)
         program = self._programs.get(key)
         if program is None:
-            options = InferenceOptions(x.dtype.name, key[2], out.dtype.name)
+            job = InferenceJob(self.spec, InferenceOptions(x.dtype.name, key[2], out.dtype.name))
             constants = {k: v for k, v in self._constants().items() if k in ("parameters", "table")}
-            program = self._programs[key] = InferenceProgram(self.toolbox, self.spec, options, constants)
+            program = self._programs[key] = InferenceProgram(self.toolbox, job, constants)
         program.run(address, stride, out_address, out.shape[1] * out.dtype.itemsize, x.shape[0], stream)
         if finish is not None:
             finish(stream)
 
     # ------------------------------------------------------------------------------------ gradients
-    def _gradient_program(self, options: GradientOptions) -> GradientProgram:
+    def _gradient_program(self, job: GradientJob) -> GradientProgram:
         constants = self._constants() | {"scales": self._given_scales}
-        return make_gradient_program(self.toolbox, self.spec, options, self.workspace, constants)
+        return make_gradient_program(self.toolbox, job, self.workspace, constants)
 
     def _optimizer_program(self, optimizer: AdamSpec | None) -> OptimizerProgram:
         key = ("optimizer", optimizer)
@@ -220,14 +213,10 @@ class FusedRuntime:
     ) -> None:
         stream = self._begin(stream, x, dL_dy, params, input)
         address, stride = self._input("x", x, stream)
-        options = GradientOptions(
-            input_dtype=x.dtype.name,
-            aligned_input=is_aligned(address, stride),
-            target_dtype=dL_dy.dtype.name,
-            loss=None,
-            table_gradient=self.has_table and params is not None,
-            input_gradient=input is not None,
-        )
+        job = backward_job(
+            self.spec, x.dtype.name, is_aligned(address, stride), dL_dy.dtype.name,
+            params=params is not None, input=input is not None,
+        )  # fmt: skip
         finish_input = None
         dx = 0
         if input is not None:
@@ -235,11 +224,11 @@ class FusedRuntime:
         y, y_stride = self._input("y", dL_dy, stream)
         self._set_scales(y, y_stride, dL_dy.dtype, x.shape[0], stream)
         partial = NO_PARTIAL_SUMS
-        if self.spec.network is not None or options.encoding_gradient:
-            key = ("gradient", options)
+        if job is not None:
+            key = ("gradient", job.options)
             program = self._programs.get(key)
             if program is None:
-                program = self._programs[key] = self._gradient_program(options)
+                program = self._programs[key] = self._gradient_program(job)
             batch = Batch(x.shape[0], address, stride, y, y_stride, dx=dx, dx_stride=4 * self.spec.n_input_dims)
             partial = program.run(batch, self._next_mark(), stream)
         if params is not None:
@@ -279,11 +268,7 @@ class FusedRuntime:
 
     # ------------------------------------------------------------------------------------- training
     def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
-        if not isinstance(optimizer, AdamSpec):
-            name = type(optimizer).__name__.removesuffix("Spec")
-            raise EngineUnavailable(f"the optimizer {name} has no fused kernel yet")
-        if loss.otype not in LOSSES:
-            raise EngineUnavailable(f"the loss {loss.otype} has no fused kernel yet")
+        refuse_training(optimizer, loss)
         self.device.use()
         self._optimizer, self._loss = optimizer, loss
         self._learning_rate, self.step = optimizer.learning_rate, 0
@@ -315,15 +300,12 @@ class FusedRuntime:
         key = ("training", x.dtype, aligned, given.dtype, own_loss, None if density is None else density.dtype)
         program = self._programs.get(key)
         if program is None:
-            options = GradientOptions(
-                input_dtype=x.dtype.name,
-                aligned_input=aligned,
-                target_dtype=given.dtype.name,
+            job = training_job(
+                self.spec, x.dtype.name, aligned, given.dtype.name,
                 loss=self._loss.otype if own_loss else None,
                 density_dtype=None if density is None else density.dtype.name,
-                table_gradient=self.has_table,
-            )
-            program = self._programs[key] = self._gradient_program(options)
+            )  # fmt: skip
+            program = self._programs[key] = self._gradient_program(job)
         optimizer = self._optimizer_program(self._optimizer if run_optimizer else None)
         batch = Batch(size, address, stride, *self._input("y", given, stream), *self._input("pdf", density, stream))
         if own_loss:
@@ -432,13 +414,5 @@ def create_runtime(
     status = device_status(device)
     if not status.usable:
         raise EngineUnavailable(status.reason, no_device=status.no_device)
-    if dtype != "float16":
-        raise EngineUnavailable(f"fused kernels compute in float16 with float32 accumulation; {dtype} has none yet")
-    if deterministic:
-        raise EngineUnavailable(
-            "fused kernels add up grid gradients in no fixed order; deterministic=True has none yet"
-        )
-    refuse_what_is_missing(spec.encoding)
-    if spec.network is not None and spec.network.bias:
-        raise EngineUnavailable("networks with biases (bias=true) have no fused kernel yet")
+    refuse_model(spec, dtype=dtype, deterministic=deterministic)
     return FusedRuntime(spec, params, open_device(device))

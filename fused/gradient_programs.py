@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from ..layout import n_network_params
 from ..specs import ModelSpec
-from . import fuser
+from .jobs import GradientJob
 from .keepers import saved_units
-from .plan import KernelPlan, StagedPlan, encoding_gradient_plan, gradient_plans
-from .programs import KernelSource, PartialSums, Program, Toolbox, Workspace
-from .stage_io import GradientOptions
+from .plan import StagedPlan
+from .programs import PartialSums, Program, Toolbox, Workspace
 
 SAVED_BYTES = 96 * 2**20
 """Memory for the fragments of a chunk in staged plans."""
@@ -153,42 +152,12 @@ class StagedGradientProgram(GradientProgram):
 
 
 def make_gradient_program(
-    toolbox: Toolbox, spec: ModelSpec, options: GradientOptions, workspace: Workspace, constants: dict[str, int]
+    toolbox: Toolbox, job: GradientJob, workspace: Workspace, constants: dict[str, int]
 ) -> GradientProgram:
     """The gradient program of a model: single where dW fits the registers, else staged."""
-
-    def sources(plan) -> list[KernelSource]:
-        return gradient_sources(spec, options, plan)
-
-    if spec.network is None:
-        plans = [encoding_gradient_plan(spec, toolbox.chip)]
-    else:
-        plans = gradient_plans(spec, toolbox.chip, encoding_gradient=options.encoding_gradient)
-    plan, programs = toolbox.first_that_fits(plans, sources)
-    if spec.network is None:
+    plan, programs = toolbox.load_first_that_fits(job)
+    if job.spec.network is None:
         kind = EncodingGradientProgram
     else:
         kind = StagedGradientProgram if isinstance(plan, StagedPlan) else SingleGradientProgram
-    return kind(spec, plan, programs, workspace, constants)
-
-
-def gradient_sources(spec: ModelSpec, options: GradientOptions, plan: KernelPlan | StagedPlan) -> list[KernelSource]:
-    """The kernels of a gradient plan, in launch order."""
-    text = f"{spec!r} {options!r}"
-    if isinstance(plan, KernelPlan):
-        make = fuser.make_encoding_gradient_kernel if spec.network is None else fuser.make_single_gradient_kernel
-        return [KernelSource.planned(lambda target: make(target, spec, plan, options), f"{plan.kind} {text}", plan)]
-    sources = [
-        KernelSource.planned(
-            lambda target: fuser.make_propagate_kernel(target, spec, plan.propagate, options),
-            f"propagate {text}",
-            plan.propagate,
-        )
-    ]
-    for kernel_plan, layers in plan.weight_gradients:
-
-        def make_body(target, kernel_plan=kernel_plan, layers=layers):
-            return fuser.make_weight_gradient_kernel(target, spec, kernel_plan, layers)
-
-        sources.append(KernelSource.planned(make_body, f"weight gradient {spec!r} {layers!r}", kernel_plan))
-    return sources
+    return kind(job.spec, plan, programs, workspace, constants)

@@ -7,39 +7,20 @@ What does not change between calls, addresses of parameters above all, is set on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..engines import KernelReport
 from ..layout import n_network_params, n_params
 from ..specs import AdamSpec, ModelSpec
-from . import fuser, gradient_scale_kernels, optimizer_kernels
+from . import gradient_scale_kernels, optimizer_kernels
 from .cache import CompiledKernel
-from .compiler import MAX_SPILL_BYTES, CompileError, compile_kernel
+from .compiler import compile_kernel
 from .driver import Device, DeviceBuffer, LoadedKernel
-from .fragments import Target
-from .gradient_scale_kernels import make_largest_gradient_kernel, make_write_scales_kernel
-from .plan import Architecture, KernelPlan, architecture, inference_plans
-from .stage_io import InferenceOptions, KernelBody
+from .jobs import GradientScaleJob, InferenceJob, Job, KernelSource, OptimizerJob, choose
+from .plan import Architecture, architecture
 from .target import OutlineTarget
 
 OUTLINE = OutlineTarget()
-
-
-@dataclass(frozen=True)
-class KernelSource:
-    """How to make one kernel: its body for a target, its layout, and what it is a function of (its cache key)."""
-
-    make_body: Callable[[Target], KernelBody]
-    description: str
-    plan: KernelPlan | None = None  # None: no tiles, and the following numbers hold
-    threads: int = 0
-    min_blocks: int = 1
-    shared_bytes: int = 0
-
-    @classmethod
-    def planned(cls, make_body: Callable[[Target], KernelBody], description: str, plan: KernelPlan) -> KernelSource:
-        return cls(make_body, f"{description} {plan!r}", plan, plan.threads, plan.min_blocks, plan.shared_bytes)
 
 
 @dataclass
@@ -58,7 +39,7 @@ class Program:
     def report(self) -> KernelReport:
         return KernelReport(
             name=self.kernel.name,
-            plan=self.source.plan.describe() if self.source.plan else "element-wise",
+            plan=self.source.plan_in_words,
             registers=self.compiled.registers,
             spill_bytes=self.compiled.spill_bytes,
             shared_bytes=self.kernel.shared_bytes,
@@ -88,9 +69,7 @@ class Toolbox:
             min_blocks=source.min_blocks,
         )
 
-    def load(self, source: KernelSource, compiled: CompiledKernel | None = None) -> Program:
-        """Load one kernel, compiling it (or finding it in the cache) unless the caller has."""
-        compiled = compiled or self.compile(source)
+    def load(self, source: KernelSource, compiled: CompiledKernel) -> Program:
         body = source.make_body(OUTLINE)
         loaded = LoadedKernel(
             self.device, compiled.cubin, compiled.entry, body.parameters, name=body.name,
@@ -98,27 +77,10 @@ class Toolbox:
         )  # fmt: skip
         return Program(loaded, compiled, source)
 
-    def first_that_fits(
-        self, plans: list, sources_of: Callable[[object], list[KernelSource]]
-    ) -> tuple[object, list[Program]]:
+    def load_first_that_fits(self, job: Job) -> tuple[object, list[Program]]:
         """(plan, its kernels loaded) of the first candidate of which no kernel spills."""
-        reasons = []
-        for plan in plans:
-            kernels, problem = [], None
-            for source in sources_of(plan):
-                try:
-                    compiled = self.compile(source)
-                except CompileError as error:
-                    problem = f"{source.plan.describe()}: {error}"
-                    break
-                kernels.append((source, compiled))
-                if compiled.spill_bytes > MAX_SPILL_BYTES:
-                    problem = f"{source.plan.describe()}: {compiled.spill_bytes} bytes spilled"
-                    break
-            if problem is None:
-                return plan, [self.load(source, compiled) for source, compiled in kernels]
-            reasons.append(problem)
-        raise CompileError("no kernel plan can be used: " + "; ".join(dict.fromkeys(reasons)))
+        plan, kernels = choose(job, self.chip, self.compile)
+        return plan, [self.load(source, compiled) for source, compiled in kernels]
 
 
 class Workspace:
@@ -151,14 +113,8 @@ class Workspace:
 class InferenceProgram:
     """Outputs of a batch, by one kernel."""
 
-    def __init__(self, toolbox: Toolbox, spec: ModelSpec, options: InferenceOptions, constants: dict[str, int]):
-        def sources(plan: KernelPlan) -> list[KernelSource]:
-            def make_body(target):
-                return fuser.make_inference_kernel(target, spec, plan, options)
-
-            return [KernelSource.planned(make_body, f"inference {spec!r} {options!r}", plan)]
-
-        plan, (self.program,) = toolbox.first_that_fits(inference_plans(spec, toolbox.chip), sources)
+    def __init__(self, toolbox: Toolbox, job: InferenceJob, constants: dict[str, int]):
+        plan, (self.program,) = toolbox.load_first_that_fits(job)
         self.program.kernel.set(**constants)
         self._tile_rows = plan.tile_rows
         self._set = self.program.kernel.setter("n_tiles", "x", "x_stride", "batch", "y", "y_stride")
@@ -188,16 +144,7 @@ class OptimizerProgram:
     """Adam, or with `optimizer` None the collection of gradients: what comes behind a gradient program."""
 
     def __init__(self, toolbox: Toolbox, spec: ModelSpec, optimizer: AdamSpec | None, constants: dict[str, int]):
-        def make_body(target):
-            if optimizer is None:
-                return optimizer_kernels.make_collect_kernel(target)
-            return optimizer_kernels.make_adam_kernel(target, optimizer)
-
-        source = KernelSource(
-            make_body, f"optimizer {optimizer!r}", threads=optimizer_kernels.THREADS,
-            min_blocks=optimizer_kernels.MIN_BLOCKS, shared_bytes=optimizer_kernels.SHARED_BYTES,
-        )  # fmt: skip
-        self.program = toolbox.load(source)
+        _, (self.program,) = toolbox.load_first_that_fits(OptimizerJob(optimizer))
         n_network, total = n_network_params(spec), n_params(spec)
         self._n_blocks = optimizer_kernels.n_blocks(n_network, total)
         self.program.kernel.set(n_network=n_network, n_params=total, **constants)
@@ -221,14 +168,7 @@ class GradientScaleProgram:
     """Finds the power of two for given output gradients of one dtype, and writes it and its inverse."""
 
     def __init__(self, toolbox: Toolbox, dtype: str, maximum: DeviceBuffer, scales: int):
-        self.largest = toolbox.load(
-            KernelSource(
-                lambda target: make_largest_gradient_kernel(target, dtype),
-                f"largest gradient {dtype}",
-                threads=gradient_scale_kernels.THREADS,
-            )
-        )
-        self.write = toolbox.load(KernelSource(make_write_scales_kernel, "write scales", threads=32))
+        _, (self.largest, self.write) = toolbox.load_first_that_fits(GradientScaleJob(dtype))
         self._maximum = maximum
         self.largest.kernel.set(maximum=maximum.address)
         self.write.kernel.set(maximum=maximum.address, scales=scales)

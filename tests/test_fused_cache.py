@@ -14,7 +14,7 @@ import pytest
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import cache, compiler
 from numba_tcnn.fused.cache import CompiledKernel, cache_directory, cache_size, kernel_key, load, store
-from numba_tcnn.fused.gradient_programs import gradient_sources
+from numba_tcnn.fused.jobs import GradientJob
 from numba_tcnn.fused.plan import architecture, single_plans
 from numba_tcnn.fused.stage_io import GradientOptions
 
@@ -52,7 +52,7 @@ def description(width: int = 32, loss: str = "L2", dtype: str = "float32", candi
     spec = parse_model(2, 3, {"otype": "HashGrid"}, {"otype": "FullyFusedMLP", "n_neurons": width})
     plans = single_plans(spec, architecture((9, 0)), encoding_gradient=True)
     options = GradientOptions(loss=loss, input_dtype=dtype)
-    (source,) = gradient_sources(spec, options, plans[candidate])
+    (source,) = GradientJob(spec, options).sources(plans[candidate])
     return source.description
 
 
@@ -252,14 +252,14 @@ import sys
 from test_fused_cache import KERNEL
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import cache, compiler, optimizer_kernels, programs
-from numba_tcnn.fused.gradient_programs import gradient_sources
+from numba_tcnn.fused.jobs import GradientJob
 from numba_tcnn.fused.plan import architecture, gradient_plans
 from numba_tcnn.fused.stage_io import GradientOptions
 from numba_tcnn.specs import AdamSpec
 
 spec = parse_model(3, 3, {"otype": "HashGrid"}, {"otype": "FullyFusedMLP", "activation": "SiLU"})
 for plan in gradient_plans(spec, architecture((9, 0)), encoding_gradient=True)[::40]:
-    for source in gradient_sources(spec, GradientOptions(input_gradient=True), plan):
+    for source in GradientJob(spec, GradientOptions(input_gradient=True)).sources(plan):
         text = f"{source.description} threads={source.threads} min_blocks={source.min_blocks}"
         cache.store(cache.kernel_key(text, (9, 0)), KERNEL)
         found = compiler.compile_kernel(

@@ -16,14 +16,12 @@ from types import SimpleNamespace
 import pytest
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused import compiler, optimizer_kernels
+from numba_tcnn.fused import compiler
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.compiler import MAX_SPILL_BYTES
-from numba_tcnn.fused.fuser import make_inference_kernel
-from numba_tcnn.fused.gradient_programs import gradient_sources
-from numba_tcnn.fused.gradient_scale_kernels import make_largest_gradient_kernel
-from numba_tcnn.fused.plan import gradient_plans, inference_plans, staged_plans
-from numba_tcnn.fused.programs import KernelSource, Toolbox
+from numba_tcnn.fused.jobs import GradientJob, GradientScaleJob, InferenceJob, Job, OptimizerJob, choose
+from numba_tcnn.fused.plan import Architecture, StagedPlan, staged_plans
+from numba_tcnn.fused.programs import Toolbox
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.specs import AdamSpec, ModelSpec
 
@@ -49,15 +47,19 @@ needs_toolkit = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 
 
-class Compiler(Toolbox):
+def compiler_for(capability: tuple[int, int]) -> Toolbox:
     """The engine's toolbox, for a chip that is not there: kernels are compiled and chosen, but not loaded."""
-
-    def load(self, source: KernelSource, compiled: CompiledKernel | None = None) -> CompiledKernel:
-        return compiled or self.compile(source)
+    return Toolbox(SimpleNamespace(properties=SimpleNamespace(capability=capability)))
 
 
-def compiler_for(capability: tuple[int, int]) -> Compiler:
-    return Compiler(SimpleNamespace(properties=SimpleNamespace(capability=capability)))
+def kernels_of(job: Job, capability: tuple[int, int]) -> list[CompiledKernel]:
+    tools = compiler_for(capability)
+    return [kernel for _, kernel in choose(job, tools.chip, tools.compile)[1]]
+
+
+class StagedOnly(GradientJob):
+    def plans(self, chip: Architecture) -> list[StagedPlan]:
+        return staged_plans(self.spec, chip, encoding_gradient=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,10 +112,9 @@ def gradient_kernels(
     spec: ModelSpec, capability: tuple[int, int], options: GradientOptions
 ) -> tuple[int, list[CompiledKernel]]:
     """How many plans were passed over because they spill, and the kernels of the first that does not."""
-    tools = compiler_for(capability)
-    plans = gradient_plans(spec, tools.chip, encoding_gradient=options.encoding_gradient)
-    plan, kernels = tools.first_that_fits(plans, lambda plan: gradient_sources(spec, options, plan))
-    return plans.index(plan), kernels
+    tools, job = compiler_for(capability), GradientJob(spec, options)
+    plan, kernels = choose(job, tools.chip, tools.compile)
+    return job.plans(tools.chip).index(plan), [kernel for _, kernel in kernels]
 
 
 @needs_toolkit
@@ -132,36 +133,20 @@ class TestEveryArchitecture:
 
     def test_a_wide_network(self, capability, ptx_of) -> None:
         """128 wide, in several kernels."""
-        tools, options = compiler_for(capability), GradientOptions(table_gradient=False)
-        plans = staged_plans(WIDE, tools.chip, encoding_gradient=False)
-        _, kernels = tools.first_that_fits(plans, lambda plan: gradient_sources(WIDE, options, plan))
+        kernels = kernels_of(StagedOnly(WIDE, GradientOptions(table_gradient=False)), capability)
         assert len(kernels) == 4  # propagate, and dW of each shape
         for kernel in kernels:
             check(kernel, ptx_of)
 
     def test_inference(self, capability, ptx_of) -> None:
-        tools, options = compiler_for(capability), InferenceOptions(output_dtype="float16")
-
-        def sources(plan) -> list[KernelSource]:
-            def make_body(target):
-                return make_inference_kernel(target, IMAGE_HASH, plan, options)
-
-            return [KernelSource.planned(make_body, "inference", plan)]
-
-        _, (kernel,) = tools.first_that_fits(inference_plans(IMAGE_HASH, tools.chip), sources)
+        (kernel,) = kernels_of(InferenceJob(IMAGE_HASH, InferenceOptions(output_dtype="float16")), capability)
         check(kernel, ptx_of)
 
     def test_optimizers(self, capability, ptx_of) -> None:
         """Registers for four blocks of 256 threads on a multiprocessor, without spilling at all."""
         spec = AdamSpec(adabound=True, absolute_decay=1e-3, clipping_magnitude=1.0, gradient_clipping_magnitude=1.0)
-        bodies = (
-            lambda target: optimizer_kernels.make_adam_kernel(target, spec),
-            optimizer_kernels.make_collect_kernel,
-            lambda target: make_largest_gradient_kernel(target, "float16"),
-        )
-        for make_body in bodies:
-            source = KernelSource(make_body, "element-wise", threads=optimizer_kernels.THREADS, min_blocks=4)
-            kernel = compiler_for(capability).compile(source)
+        jobs = (OptimizerJob(spec), OptimizerJob(None), GradientScaleJob("float16"))
+        for kernel in (kernel for job in jobs for kernel in kernels_of(job, capability)):
             check(kernel, ptx_of)
             assert kernel.spill_bytes == 0 and kernel.registers <= 64
 
