@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MAGIC = b"numba-tcnn kernel 1\n"
+MAGIC = b"numba-tcnn kernel 2\n"
 TOOLCHAIN = (
     "numba-cuda",
     "numba",
@@ -37,13 +37,25 @@ TOOLCHAIN = (
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A cubin and what the assembler said of it."""
+    """A cubin, what the assembler said of it, and what stands in the PTX that it was made from.
+
+    registers         a thread's
+    spill_bytes       stored for lack of registers, a thread
+    local_bytes       local memory of a thread: arrays and spills
+    mma_instructions  matrix products of tensor cores (mma, wgmma)
+    vector_loads      loads of two or more elements at once from global memory
+    reductions        red and atom on global memory, vectors counted once
+    """
 
     cubin: bytes
     entry: str
     registers: int
     spill_bytes: int
     compile_seconds: float
+    local_bytes: int
+    mma_instructions: int
+    vector_loads: int
+    reductions: int
     from_cache: bool = False
 
 

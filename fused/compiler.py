@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..engines import EngineUnavailable
 from . import cache
@@ -15,6 +15,15 @@ from .target import cuda_target
 
 MAX_SPILL_BYTES = 64
 """A plan whose kernel spills more gives way to the next candidate."""
+
+INSTRUCTIONS = {
+    "mma_instructions": re.compile(r"(?<![\w.])(?:mma|wgmma\.mma_async)\."),
+    "vector_loads": re.compile(r"(?<![\w.])ld\.(?:[\w:]+\.)*global\.(?:[\w:]+\.)*v[248]\."),
+    "reductions": re.compile(r"(?<![\w.])(?:red|atom)\.(?:[\w:]+\.)*global\."),
+}
+"""What is counted in the PTX of a kernel; see `CompiledKernel`."""
+
+EMPTY_KERNEL = ".visible .entry nothing() { ret; }"
 
 
 class CompileError(EngineUnavailable):
@@ -66,7 +75,33 @@ def _compile(make_body, capability, threads: int, min_blocks: int, start: float)
         registers=int(_first(r"Used (\d+) registers", log)),
         spill_bytes=int(_first(r"(\d+) bytes spill stores", log)),
         compile_seconds=time.perf_counter() - start,
+        local_bytes=int(_first(r"(\d+) bytes stack frame", log)),
+        **count_instructions(text),
     )
+
+
+def count_instructions(text: str) -> dict[str, int]:
+    """How often the instructions in `INSTRUCTIONS` stand in a PTX text: written, not executed."""
+    code = re.sub(r"//.*", "", text)
+    return {name: len(pattern.findall(code)) for name, pattern in INSTRUCTIONS.items()}
+
+
+def toolchain_problem(capabilities: Iterable[tuple[int, int]]) -> str | None:
+    """Why kernels can't be compiled for all of these compute capabilities by what is installed, or None."""
+    try:
+        from . import numba_bridge
+
+        numba_bridge.check_nvvm()
+    except Exception as error:  # ImportError, or an error of the library that looked for a file
+        return f"numba-cuda and NVVM can't be used: {error}"
+    for major, minor in capabilities:
+        try:
+            assemble(f".version 6.5\n.target sm_75\n.address_size 64\n{EMPTY_KERNEL}", (major, minor))
+        except ImportError as error:
+            return f"nvJitLink can't be used: {error}"
+        except Exception as error:  # each library has errors of its own
+            return f"nvJitLink can't assemble for sm_{major}{minor}: {error}"
+    return None
 
 
 def assemble(text: str, capability: tuple) -> tuple[bytes, str]:

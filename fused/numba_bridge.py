@@ -48,6 +48,16 @@ def _check_version():
 _check_version()
 cuda, _codegen, _dispatcher = _import_numba_cuda()
 
+
+def check_nvvm() -> None:
+    """Raises where the NVVM library or its libdevice can't be found or loaded."""
+    from cuda.bindings import nvvm
+    from numba.cuda.cudadrv import nvvm as numba_nvvm
+
+    nvvm.version()
+    numba_nvvm.get_libdevice()
+
+
 compiler_lock = threading.RLock()
 """Numba's and LLVM's global state allow one compilation at a time in a process."""
 

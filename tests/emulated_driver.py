@@ -130,7 +130,8 @@ class EmulatedCompiler:
         self.descriptions.append(description)
         return CompiledKernel(
             cubin=str(len(self.made) - 1).encode(), entry="emulated", registers=64,
-            spill_bytes=self.spills(description), compile_seconds=0.5,
+            spill_bytes=self.spills(description), compile_seconds=0.5, local_bytes=0, mma_instructions=0,
+            vector_loads=0, reductions=0,
         )  # fmt: skip
 
 

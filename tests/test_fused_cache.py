@@ -19,8 +19,9 @@ from numba_tcnn.fused.plan import architecture, single_plans
 from numba_tcnn.fused.stage_io import GradientOptions
 
 KERNEL = CompiledKernel(
-    cubin=b"\x7fELF machine code" * 40, entry="entry_name", registers=72, spill_bytes=8, compile_seconds=1.25
-)
+    cubin=b"\x7fELF machine code" * 40, entry="entry_name", registers=72, spill_bytes=8, compile_seconds=1.25,
+    local_bytes=16, mma_instructions=120, vector_loads=33, reductions=9,
+)  # fmt: skip
 KEY = "ab" + 62 * "7"
 
 
@@ -137,7 +138,7 @@ DAMAGE = {
     "one byte more": lambda content: content + b"x",
     "garbage": lambda content: bytes(range(256)) * 8,
     "wrong magic": damage_magic,
-    "an older format": lambda content: content.replace(b"kernel 1", b"kernel 0"),
+    "an older format": lambda content: content.replace(b"kernel 2", b"kernel 1"),
     "flipped bit of the code": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     "header is no JSON": lambda content: content.replace(b'{"', b'["'),
     "header is a list": lambda content: cache.MAGIC + b"\x02\0\0\0[]" + KERNEL.cubin,
