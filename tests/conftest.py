@@ -1,12 +1,24 @@
-"""Fixtures and the rule for tests that need a GPU."""
+"""Fixtures, the rule for tests that need a GPU, and the table of errors against tiny-cuda-nn."""
 
 from __future__ import annotations
 
+import golden_case
 import numpy as np
 import pytest
 
 import numba_tcnn.fused
 import numba_tcnn.reference
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden-table", action="store_true", help="print the worst error of every case of tests/golden")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.config.getoption("--golden-table"):
+        terminalreporter.write_sep("=", "errors against tiny-cuda-nn")
+        for line in golden_case.table():
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

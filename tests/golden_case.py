@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,40 @@ from numba_tcnn.config import parse_loss, parse_model, parse_optimizer
 from numba_tcnn.specs import IdentitySpec, LossSpec, ModelSpec, NetworkSpec, OptimizerSpec
 
 FOLDER = Path(__file__).parent / "golden"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    case: str
+    what: str
+    error: float
+    tolerance: float
+    reason: str
+
+
+COMPARISONS: list[Comparison] = []
+"""All that were made in this session."""
+
+
+def agree(case: str, what: str, error: float, tolerance: float, reason: str) -> None:
+    """Fails beyond the tolerance; whether or not, the comparison goes into the table of `--golden-table`."""
+    COMPARISONS.append(Comparison(case, what, error, tolerance, reason))
+    assert error <= tolerance, f"{case}: {what} is off by {error:.1e}, allowed are {tolerance:.1e} ({reason})"
+
+
+def table() -> Iterator[str]:
+    """For each case the comparison that is nearest to its tolerance, or farthest beyond."""
+    worst: dict[str, Comparison] = {}
+    for c in COMPARISONS:
+        so_far = worst.setdefault(c.case, c)
+        if not c.error * so_far.tolerance <= so_far.error * c.tolerance:  # so that NaN is the worst
+            worst[c.case] = c
+    yield f"{'case':38} {'worst of':>8} {'what':32} {'error':>8} {'allowed':>8}  why not 0"
+    for name, c in sorted(worst.items()):
+        n = sum(other.case == name for other in COMPARISONS)
+        yield f"{name:38} {n:8} {c.what:32} {c.error:8.1e} {c.tolerance:8.1e}  {c.reason}"
+    missing = sorted(set(names("*")) - set(worst))
+    yield f"{len(worst)} cases, {len(COMPARISONS)} comparisons; cases without any: {', '.join(missing) or 'none'}"
 
 
 def names(pattern: str) -> list[str]:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from golden_case import GoldenCase, names
+from golden_case import GoldenCase, agree, names
 
 from numba_tcnn.initial_values import BLOCK, Pcg32, initial_params, seed_sequence
 from numba_tcnn.layout import n_params
@@ -104,16 +104,17 @@ def test_grid_draws_in_the_order_of_gpu_threads() -> None:
     assert np.abs(params).max() <= np.float32(1e-4)
 
 
-@pytest.mark.parametrize("name", names("init_*"))
-def test_parameters_of_tiny_cuda_nn(name: str) -> None:
+@pytest.mark.golden
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [*((name, "params_init") for name in names("init_*")), *((name, "params_initial") for name in names("train_*"))],
+)
+def test_parameters_of_tiny_cuda_nn(name: str, array: str) -> None:
+    """Bit for bit; in a model with a grid, its draws begin where the network's end."""
     case = GoldenCase(name)
-    assert np.array_equal(initial_params(case.model_spec(), 1337), case["params_init"])
-
-
-def test_network_and_grid_of_tiny_cuda_nn() -> None:
-    """The grid's draws begin where the network's end."""
-    case = GoldenCase("train_hash")
-    assert np.array_equal(initial_params(case.model_spec(), 1337), case["params_initial"])
+    ours = initial_params(case.model_spec(), 1337)
+    assert ours.shape == case[array].shape
+    agree(name, "initial parameters", float(np.abs(ours - case[array]).max()), 0.0, "it is 0")
 
 
 def test_composite_draws_child_after_child() -> None:

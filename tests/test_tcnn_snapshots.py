@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from golden_case import FOLDER, GoldenCase, names, relative_error
+from golden_case import FOLDER, GoldenCase, agree, names, relative_error
 from test_snapshots import ADAM, EMA, OPTIMIZERS, assert_same, assert_same_state, make, train, with_optimizer
 
 import numba_tcnn as tcnn
@@ -42,6 +42,7 @@ def model_of(case: GoldenCase, **options: Any) -> tcnn.Model:
 # ------------------------------------------------------------------------- what tiny-cuda-nn wrote, whole models
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("name", SNAPSHOT_CASES)
 def test_parameters_and_outputs(name, suffix):
@@ -50,7 +51,8 @@ def test_parameters_and_outputs(name, suffix):
     model.load_tcnn(FOLDER / f"{name}.{suffix}")
     np.testing.assert_array_equal(model.params, case["imported_params_full_precision"])
     y = model.network.inference(case["probe_input"])
-    assert relative_error(y, case["imported_probe_output"]) <= OUTPUT_TOLERANCE
+    error = relative_error(y, case["imported_probe_output"])
+    agree(name, f"outputs, {suffix.partition('.')[2]}", error, OUTPUT_TOLERANCE, "sums in half precision there")
     has_optimizer = "with_optimizer" in suffix
     assert model.trainer.step == (case.meta["n_steps"] if has_optimizer else 0)
 
@@ -64,6 +66,7 @@ def test_json_and_messagepack_say_the_same(name):
     assert_same(*models)
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("name", SNAPSHOT_CASES)
 def test_one_more_step(name):
     case = GoldenCase(name)
@@ -76,7 +79,8 @@ def test_one_more_step(name):
     params = start.copy()
     optimizer.step(params, case["step_gradients"], loss_scale=128.0)
     expected = case["imported_params_after_step"]
-    assert relative_error(params - start, expected - start) <= STEP_TOLERANCE
+    error = relative_error(params - start, expected - start)
+    agree(name, "distance moved, one more step", error, STEP_TOLERANCE, "fast-math powers of β there")
 
 
 @pytest.mark.parametrize("name", SNAPSHOT_CASES)
