@@ -16,7 +16,7 @@ import numba_tcnn.fused
 import numba_tcnn.fused.engine as fused_engine
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.layout import grid_levels
-from numba_tcnn.reference.grid_rows import rows_of_vertices
+from numba_tcnn.reference.grid_rows import MAX_UINT32_RESOLUTION, dense_indices, rows_of_vertices
 from numba_tcnn.specs import EncodingSpec, FrequencySpec, GridSpec, ModelSpec
 
 H = 1e-6
@@ -57,6 +57,18 @@ def test_defect_05_dense_levels_above_the_guard(grid_type, rng):
     vertices = rng.integers(0, resolution, (n_dims, 1, 50), np.uint32)
     expected = [sum(p * resolution**d for d, p in enumerate(v)) % level.n_entries for v in vertices[:, 0].T.tolist()]
     assert rows_of_vertices(vertices, level, spec).tolist() == [expected]
+
+
+@pytest.mark.parametrize("n_dims", [1, 2, 3, 4, 5, 6, 7])
+def test_defect_05_the_guard_is_where_32_bits_end(n_dims):
+    """Up to the guard an index is taken modulo 2^32, as upstream, which vertices left of 0 show; beyond it, it needs
+    64 bits."""
+    guard = MAX_UINT32_RESOLUTION[n_dims - 1]
+    assert guard**n_dims < 2**32 <= (guard + 1) ** n_dims
+    left_of_0 = np.full((n_dims, 1, 1), 2**32 - 1, np.uint32)
+    for resolution, bits in ((guard, 32), (guard + 1, 64)):
+        index = (2**32 - 1) * sum(resolution**d for d in range(n_dims))
+        assert dense_indices(left_of_0, resolution).tolist() == [[index % 2**bits]]
 
 
 @pytest.mark.parametrize("n_bins", [64, 128, 1024])

@@ -7,10 +7,13 @@ results in `test_golden_networks.py`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from emulated_driver import EmulatedDriver, installed
 from fake_engine import FakeFusedEngine
+from golden_case import relative_error
 
 import numba_tcnn as tcnn
 import numba_tcnn.fused
@@ -44,18 +47,18 @@ def network(activation: str, output_activation: str, n_hidden_layers: int = 2) -
 
 
 @pytest.mark.parametrize("activation", sorted(set(ACTIVATIONS) - {"None", "ReLU", "LeakyReLU"}))
-def test_defect_1_gradients_of_smooth_hidden_activations(activation, rng):
+def test_defect_01_gradients_of_smooth_hidden_activations(activation, rng):
     """Upstream's fused gradients take φ' at φ(z) instead of z."""
     check_gradients(network(activation, "None"), rng)
 
 
 @pytest.mark.parametrize("output_activation", ["SiLU", "Sine"])
-def test_defect_2_silu_and_sine_as_output_activations(output_activation, rng):
+def test_defect_02_silu_and_sine_as_output_activations(output_activation, rng):
     """Upstream's unfused gradient passes through these two as if they were the identity."""
     check_gradients(network("Tanh", output_activation), rng, scale=3.0)
 
 
-def test_defect_3_relative_l1_of_negative_predictions():
+def test_defect_03_relative_l1_of_negative_predictions():
     """Upstream's fused denominator is p + 0.01, which is 0 at p = -0.01 and negative below; ours is |p| + 0.01."""
     p = np.array([[-0.01, -0.5, -2.0, 0.5]])
     values, gradients = tcnn.create_loss("RelativeL1").evaluate(p, np.zeros_like(p))
@@ -101,6 +104,52 @@ def test_defect_14_a_fused_forward_with_a_fallback_backward(monkeypatch, rng):
         np.testing.assert_array_equal(module.backward(context, dL_dy).input, reference.input)
 
 
+@pytest.fixture
+def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with installed(EmulatedDriver(), monkeypatch):
+        yield
+
+
+@pytest.mark.slow
+def test_defect_15_kernels_of_another_mode_or_loss(emulated_gpu, no_reference, rng):
+    """Upstream compiles a kernel once for each object and uses it whatever is asked for later. Ours are found by all
+    that they depend on: asked for in any order, gradients and losses are those of a new model that is asked but once.
+
+    The emulated device computes equal calls equally.
+    """
+    grid = {"otype": "HashGrid", "n_levels": 2, "log2_hashmap_size": 6, "base_resolution": 4}
+    config = {"otype": "FullyFusedMLP", "n_neurons": 16, "n_hidden_layers": 1}
+    x, y, dL_dy = rng.random((20, 2), np.float32), rng.random((20, 3), np.float32), rng.standard_normal((20, 3))
+    density = rng.uniform(0.5, 2, (20, 3)).astype(np.float32)
+
+    def make() -> tcnn.NetworkWithInputEncoding:
+        return tcnn.NetworkWithInputEncoding(2, 3, grid, config, engine="fused")
+
+    def gradients(module: tcnn.NetworkWithInputEncoding, parameters: str, input: bool) -> list[np.ndarray | None]:
+        result = module.backward(module.forward(x)[1], dL_dy.astype(np.float32), parameters=parameters, input=input)
+        return [result.params, result.input]
+
+    def losses(module: tcnn.NetworkWithInputEncoding, loss: str) -> list[float]:
+        trainer = tcnn.Trainer(module, "Adam", loss, keep_parameters=True)
+        options = [{}, {"data_pdf": density}, {"external_gradient": dL_dy.astype(np.float32)}]
+        return [float(trainer.training_step(x, y, run_optimizer=False, **own)) for own in options]
+
+    module = make()
+    for parameters, input in (("ignore", True), ("overwrite", False), ("overwrite", True), ("ignore", False)):
+        for ours, expected in zip(
+            gradients(module, parameters, input), gradients(make(), parameters, input), strict=True
+        ):
+            assert (ours is None) == (expected is None)
+            if ours is not None:
+                assert np.any(ours != 0)
+                np.testing.assert_array_equal(ours, expected)
+    of_l2 = losses(module, "L2")
+    assert of_l2 == losses(make(), "L2") and len(set(of_l2)) == 3
+    of_l1 = losses(module, "L1")
+    assert of_l1 == losses(make(), "L1") and of_l1[:2] != of_l2[:2]
+    assert losses(module, "L2") == of_l2
+
+
 def test_defect_16_second_order_with_respect_to_the_input(rng):
     """Upstream's bindings return zeros for the input's second derivatives, and its networks have none at all."""
     grid = {"otype": "HashGrid", "n_levels": 2, "base_resolution": 4, "interpolation": "Smoothstep"}
@@ -113,6 +162,29 @@ def test_defect_16_second_order_with_respect_to_the_input(rng):
     curvature = np.sum(v * (moved[0] - moved[1]), axis=1) / (2 * H)
     assert np.all(np.abs(curvature) > 1e-3)
     np.testing.assert_allclose(np.sum(second * v, axis=1), curvature, rtol=1e-6, atol=1e-8)
+
+
+def test_defect_17_snapshots_hold_the_masters(tmp_path, rng):
+    """Upstream's snapshots hold the parameters of inference alone, in half precision: training goes on from averages.
+    Ours hold the float32 masters, and so do those that we write in its format."""
+    config = {
+        "encoding": {"otype": "HashGrid", "n_levels": 2, "log2_hashmap_size": 6, "base_resolution": 4},
+        "network": {"otype": "FullyFusedMLP", "n_neurons": 16, "n_hidden_layers": 1},
+        "optimizer": {"otype": "EMA", "nested": {"otype": "Adam", "learning_rate": 1e-2}},
+    }
+    model, other = (tcnn.create_from_config(2, 3, config, engine="reference") for _ in range(2))
+    for _ in range(5):
+        model.trainer.training_step(rng.random((16, 2)), rng.random((16, 3)))
+    masters, averages = model.params, model.optimizer.inference_params
+    assert np.any(masters != masters.astype(np.float16)) and relative_error(averages, masters) > 1e-3
+    model.save(tmp_path / "own")
+    loaded = tcnn.load(tmp_path / "own", engine="reference")
+    np.testing.assert_array_equal(loaded.params, masters)
+    np.testing.assert_array_equal(loaded.optimizer.inference_params, averages)
+    for format in ("json", "msgpack"):
+        model.save_tcnn(tmp_path / format, format)
+        other.load_tcnn(tmp_path / format)
+        np.testing.assert_array_equal(other.params, masters)
 
 
 @pytest.mark.parametrize("where", ["activation", "output_activation"])
