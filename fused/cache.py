@@ -73,6 +73,15 @@ def cache_directory() -> Path | None:
     return root.expanduser() / "numba-tcnn"
 
 
+def check_writable() -> None:
+    """Raises OSError where kernels can't be kept in the cache folder, which is made if need be."""
+    directory = cache_directory()
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+
+
 def cache_size() -> int:
     """Bytes in the disk cache."""
     directory = cache_directory()

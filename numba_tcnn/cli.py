@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,8 +11,9 @@ from pathlib import Path
 from typing import TextIO
 
 from .command_line import ArgumentParser, CommandError, whole_number
+from .config_encodings import MAX_WIDTH
 from .config_keys import ConfigError, did_you_mean
-from .engine_selection import ENGINES, JitFusionWarning
+from .engine_selection import DTYPES, ENGINES, JitFusionWarning
 from .engines import EngineUnavailable
 
 PROGRAM = "numba-tcnn"
@@ -21,6 +24,7 @@ OVERVIEW = f"""usage: {PROGRAM} COMMAND [options]
 
 commands:
   image [PHOTO]   learn a photo and show how well it went
+  compile CONFIG  compile a configuration's kernels into the cache, on a machine with or without a GPU
   doctor          say what this machine has, what fused kernels need, and what to do about the rest
 
 {PROGRAM} COMMAND --help tells more; {PROGRAM} --version tells the version.
@@ -30,6 +34,16 @@ IMAGE_EPILOG = """
 Colours are compared as stored, value / 255 without undoing gamma. PSNR is that of the whole learned picture, clipped
 to [0, 1], against the photo. ms/step is the mean over all training steps but the first; drawing batches, the progress
 bar and its PSNR don't count. Compile seconds are those of all kernels that were not in the cache.
+"""
+
+
+COMPILE_EPILOG = """
+Compiled is what first calls need: training steps on float32 and float16 inputs (other dtypes become float32) and
+float32 targets, backward of parameters and inputs, inference to float32 and float16, the optimizer. sm_90 is what an
+H100 or H200 runs; there are sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_110, sm_120, sm_121. A bare
+Network is a config with the encoding Identity. NUMBA_TCNN_CACHE_DIR names the cache's folder. Counts of mma
+instructions, vector loads and reductions are those written in the PTX. --json also lists kernels that were passed over
+because they, or others of their plan, spill ("taken": false).
 """
 
 
@@ -107,6 +121,37 @@ def image_command(arguments: list[str]) -> int:
     return 0
 
 
+def compile_command(arguments: list[str]) -> int:
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} compile",
+        description="Compiles a configuration's kernels into the disk cache, for GPUs that need not be here.",
+        epilog=COMPILE_EPILOG,
+    )
+    add = parser.add_argument
+    add("config", type=Path, metavar="CONFIG", help="model as tiny-cuda-nn's JSON")
+    add("--inputs", type=whole_number(1, MAX_WIDTH), required=True, metavar="N", help="input dimensions")
+    add("--outputs", type=whole_number(1, MAX_WIDTH), required=True, metavar="M", help="output dimensions")
+    add("--arch", type=architecture_name, action="append", metavar="ARCH", help="architecture, can be repeated (sm_90)")
+    add("--dtype", choices=DTYPES, default="float16", help="that layers compute in (float16)")
+    add("--json", action="store_true", help="one JSON object a kernel and line")
+    add("--processes", type=whole_number(1, 1024), metavar="N", help="that compile at a time (a core each, at most 8)")
+    options = parser.parse(arguments)
+
+    from .compile_command import CompileJob, run
+
+    run(CompileJob(**vars(options) | {"arch": tuple(options.arch or ("sm_90",))}))
+    return 0
+
+
+def architecture_name(text: str) -> str:
+    """An option's type: the name of an architecture that kernels can be compiled for."""
+    known = importlib.import_module("numba_tcnn.fused.offline").CAPABILITIES
+    if text not in known:
+        hint = did_you_mean(text, known) or f"; there are {', '.join(known)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no architecture{hint}")
+    return text
+
+
 def doctor_command(arguments: list[str]) -> int:
     parser = ArgumentParser(
         prog=f"{PROGRAM} doctor",
@@ -120,7 +165,11 @@ def doctor_command(arguments: list[str]) -> int:
     return run(options.device)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"image": image_command, "doctor": doctor_command}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "image": image_command,
+    "compile": compile_command,
+    "doctor": doctor_command,
+}
 
 
 def one_line_warnings(command: str) -> Callable[..., None]:

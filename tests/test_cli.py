@@ -71,8 +71,8 @@ def one_line(capsys: pytest.CaptureFixture) -> str:
     ("arguments", "message"),
     [
         (["imagine"], "numba-tcnn: unknown command imagine, did you mean image?"),
-        (["train"], "numba-tcnn: unknown command train; there are image, doctor"),
-        (["--stepz"], "numba-tcnn: unknown option --stepz; there are image, doctor"),
+        (["train"], "numba-tcnn: unknown command train; there are image, compile, doctor"),
+        (["--stepz"], "numba-tcnn: unknown option --stepz; there are image, compile, doctor"),
         (["image", "--stepz", "3"], "numba-tcnn image: unknown option --stepz, did you mean --steps?"),
         (["image", "--step", "3"], "numba-tcnn image: unknown option --step, did you mean --steps?"),
         (["image", "a.png", "b.png"], "numba-tcnn image: unknown argument b.png; numba-tcnn image --help lists"),

@@ -1,0 +1,194 @@
+"""Kernels ahead of any call, and without a device: what a model's first calls will look for, compiled into the cache.
+
+`first_calls` lists jobs, `compile_jobs` compiles them in a few processes (Numba and LLVM compile one kernel at a time
+in a process) and tells of each kernel. Jobs are those of the engine (`jobs.py`), so it finds every kernel by its key.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..engines import EngineUnavailable
+from ..specs import AdamSpec, LossSpec, ModelSpec
+from .cache import CompiledKernel
+from .compiler import CompileError, compile_kernel
+from .jobs import (
+    GradientScaleJob,
+    InferenceJob,
+    Job,
+    KernelSource,
+    OptimizerJob,
+    backward_job,
+    choose,
+    is_aligned,
+    training_job,
+)
+from .plan import PlanError, architecture
+from .stage_io import InferenceOptions
+from .target import OutlineTarget
+
+CAPABILITIES = {
+    f"sm_{major}{minor}": (major, minor)
+    for major, minor in (
+        (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1),
+    )
+}  # fmt: skip
+"""Compute capabilities of devices by the name of their architecture; kernels are made for one device's exactly."""
+
+MAX_PROCESSES = 8
+"""Unless the user asks for more: each takes some 300 MB, and a login node is shared."""
+
+INPUT_DTYPES = ("float32", "float16")
+OUTPUT_DTYPES = ("float32", "float16")
+
+
+def first_calls(spec: ModelSpec, optimizer: AdamSpec, loss: LossSpec) -> list[Job]:
+    """What a model's first calls compile, the longest first:
+
+    - a training step on float32 or float16 inputs (all other dtypes become float32) and float32 targets, with the
+      optimizer, or without (`run_optimizer=False`);
+    - backward on float32 inputs with float32 output gradients, of parameters and inputs;
+    - inference from float32 or float16 inputs to float32 or float16 outputs.
+
+    Arrays are taken to begin at a multiple of 16 bytes, as all do but parts of arrays. What is left out (float16
+    targets or output gradients, sampling densities, external gradients, backward on float16 inputs or of parameters
+    alone) compiles when it is first called.
+    """
+    aligned = {dtype: is_aligned(0, spec.n_input_dims * np.dtype(dtype).itemsize) for dtype in INPUT_DTYPES}
+    jobs: list[Job | None] = [
+        *(training_job(spec, dtype, aligned[dtype], "float32", loss=loss.otype) for dtype in INPUT_DTYPES),
+        backward_job(spec, "float32", aligned["float32"], "float32", params=True, input=True),
+        *(
+            InferenceJob(spec, InferenceOptions(dtype, aligned[dtype], output))
+            for dtype in INPUT_DTYPES
+            for output in OUTPUT_DTYPES
+        ),
+        OptimizerJob(optimizer),
+        OptimizerJob(None),
+        GradientScaleJob("float32"),
+    ]
+    return [job for job in jobs if job is not None]
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One kernel of a job. `seconds` are those of its compilation, whenever that was; it is not `taken` where it, or
+    another of the same plan, spills."""
+
+    arch: str
+    call: str
+    kernel: str
+    plan: str
+    seconds: float
+    from_cache: bool
+    registers: int
+    spill_bytes: int
+    local_bytes: int
+    shared_bytes: int
+    threads: int
+    mma_instructions: int
+    vector_loads: int
+    reductions: int
+    taken: bool
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job's kernels for one architecture, and the seconds that they took now. `problem`: why none could be taken."""
+
+    arch: str
+    call: str
+    seconds: float
+    kernels: tuple[KernelRecord, ...]
+    problem: str = ""
+
+    @property
+    def taken(self) -> list[KernelRecord]:
+        return [kernel for kernel in self.kernels if kernel.taken]
+
+
+def compile_job(job: Job, arch: str) -> JobRecord:
+    """Compile a job's kernels for `arch`, e.g. "sm_90", or find them in the cache. A failure is in `problem`."""
+    start = time.perf_counter()
+    capability, compiled = CAPABILITIES[arch], []
+
+    def compile_source(source: KernelSource) -> CompiledKernel:
+        kernel = compile_kernel(
+            source.make_body, source.description, capability, threads=source.threads, min_blocks=source.min_blocks
+        )
+        compiled.append((source, kernel))
+        return kernel
+
+    problem, chosen = "", []
+    try:
+        _, chosen = choose(job, architecture(capability), compile_source)
+    except (PlanError, CompileError) as error:
+        problem = str(error)
+    taken = [source for source, _ in chosen]
+    kernels = tuple(_record(job, arch, source, kernel, source in taken) for source, kernel in compiled)
+    return JobRecord(arch, job.describe(), time.perf_counter() - start, kernels, problem)
+
+
+def _record(job: Job, arch: str, source: KernelSource, kernel: CompiledKernel, taken: bool) -> KernelRecord:
+    return KernelRecord(
+        arch=arch,
+        call=job.describe(),
+        kernel=source.make_body(OutlineTarget()).name,
+        plan=source.plan_in_words,
+        seconds=kernel.compile_seconds,
+        from_cache=kernel.from_cache,
+        registers=kernel.registers,
+        spill_bytes=kernel.spill_bytes,
+        local_bytes=kernel.local_bytes,
+        shared_bytes=source.shared_bytes,
+        threads=source.threads,
+        mma_instructions=kernel.mma_instructions,
+        vector_loads=kernel.vector_loads,
+        reductions=kernel.reductions,
+        taken=taken,
+    )
+
+
+def check_plans(jobs: Sequence[Job], archs: Sequence[str]) -> None:
+    """Raises PlanError, naming the architecture, if a job has no plan there; compiles nothing."""
+    for arch in archs:
+        for job in jobs:
+            try:
+                job.plans(architecture(CAPABILITIES[arch]))
+            except EngineUnavailable as error:
+                raise PlanError(f"{arch}: {error}") from error
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compile_jobs(jobs: Sequence[Job], archs: Sequence[str], *, processes: int) -> Iterator[JobRecord]:
+    """Each job for each architecture, in order, compiled in `processes` processes; with 1, in this one."""
+    tasks = [(job, arch) for arch in archs for job in jobs]
+    processes = min(processes, len(tasks))
+    if processes == 1:
+        for job, arch in tasks:
+            yield compile_job(job, arch)
+        return
+    pool = ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts_to_the_parent
+    )
+    try:
+        for future in [pool.submit(compile_job, job, arch) for job, arch in tasks]:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
