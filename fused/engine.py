@@ -22,7 +22,8 @@ from .refusals import refuse_model, refuse_training
 from .stage_io import InferenceOptions
 
 LOSS_SLOTS = 4096
-"""Losses that wait on the device for someone to read them; older ones are fetched before they are overwritten."""
+"""Losses that wait on the device for someone to read them. Before one is overwritten, all are fetched together: who
+keeps every loss of a long training waits for the device once in so many steps, not in each."""
 
 STATE_ARRAYS = {"first_moments": np.float32, "second_moments": np.float32, "param_steps": np.uint32}
 
@@ -46,8 +47,12 @@ class Loss:
             host = np.empty(1, np.float32)
             buffer.device.use()
             buffer.download_into(host, stream, offset=4 * slot)
-            self._value, self._place = float(host[0]), None
+            self.settle(host[0])
         return self._value
+
+    def settle(self, value: float) -> None:
+        """The value, from whoever has read it; its place on the device is free."""
+        self._value, self._place = float(value), None
 
 
 class FusedRuntime:
@@ -77,6 +82,7 @@ class FusedRuntime:
         self._waiting: list[weakref.ref | None] = [None] * LOSS_SLOTS
         self._next_slot = self._mark = self._last_stream = 0
         self._table_gradient: DeviceBuffer | None = None
+        self._table_gradient_is_used = False  # between a gradient program and its optimizer program
         self._programs: dict[tuple, object] = {}
         self._optimizer: AdamSpec | None = None
         self._loss = LossSpec()
@@ -142,7 +148,10 @@ class FusedRuntime:
         }
 
     def _table_gradient_address(self) -> int:
-        """float32 gradients of the encoding's parameters: zero between steps, as every optimizer program leaves it."""
+        """float32 gradients of the encoding's parameters: zero between steps, as every optimizer program leaves it.
+
+        What comes between the two programs may raise; `_run_gradient` then clears it before the next use.
+        """
         if not self.has_table:
             return 0
         if self._table_gradient is None:
@@ -201,6 +210,13 @@ class FusedRuntime:
         self._mark += 1
         return self._mark
 
+    def _run_gradient(self, program: GradientProgram, batch: Batch, mark: int, stream: int) -> PartialSums:
+        """Leaves sums that an optimizer program must collect."""
+        if self._table_gradient_is_used and self._table_gradient is not None:
+            self._table_gradient.fill_zero(stream)
+        self._table_gradient_is_used = True
+        return program.run(batch, mark, stream)
+
     def backward(
         self,
         x: ArrayView,
@@ -230,9 +246,10 @@ class FusedRuntime:
             if program is None:
                 program = self._programs[key] = self._gradient_program(job)
             batch = Batch(x.shape[0], address, stride, y, y_stride, dx=dx, dx_stride=4 * self.spec.n_input_dims)
-            partial = program.run(batch, self._next_mark(), stream)
+            partial = self._run_gradient(program, batch, self._next_mark(), stream)
         if params is not None:
             self._collect(partial, params, accumulate, stream)
+        self._table_gradient_is_used = False
         if finish_input is not None:
             finish_input(stream)
 
@@ -314,7 +331,7 @@ class FusedRuntime:
             self._set_scales(batch.y, batch.y_stride, given.dtype, size, stream)
             scale, scales = 1.0, self._given_scales
         mark = self._next_mark()
-        partial = program.run(batch, mark, stream)
+        partial = self._run_gradient(program, batch, mark, stream)
         loss, loss_address = self._new_loss(stream)
         if run_optimizer:
             self.step += 1
@@ -325,6 +342,7 @@ class FusedRuntime:
         else:
             unused = self.workspace.get("gradients", 4 * self.n_params)
             optimizer.run(partial, loss_address, scales, scale, stream, gradients=unused, accumulate=0)
+        self._table_gradient_is_used = False
         return loss
 
     def _new_loss(self, stream: int) -> tuple[Loss, int]:
@@ -332,12 +350,20 @@ class FusedRuntime:
         slot = self._next_slot
         self._next_slot = (slot + 1) % LOSS_SLOTS
         waiting = self._waiting[slot]
-        earlier = waiting() if waiting is not None else None
-        if earlier is not None:
-            earlier.value()
+        if waiting is not None and waiting() is not None:
+            self._fetch_losses(stream)
         loss = Loss(self._losses, slot, stream)
         self._waiting[slot] = weakref.ref(loss)
         return loss, self._losses.address + 4 * slot
+
+    def _fetch_losses(self, stream: int) -> None:
+        """Read all losses that somebody still holds; `stream` is behind the steps that they are of."""
+        values = self._losses.download(LOSS_SLOTS, np.float32, stream)
+        for slot, waiting in enumerate(self._waiting):
+            loss = waiting() if waiting is not None else None
+            if loss is not None:
+                loss.settle(values[slot])
+        self._waiting = [None] * LOSS_SLOTS
 
     @property
     def learning_rate(self) -> float:
@@ -385,12 +411,8 @@ class FusedRuntime:
 
     def close(self) -> None:
         """Fetch the losses that somebody still holds, then free all device memory."""
-        for waiting in self._waiting:
-            loss = waiting() if waiting is not None else None
-            if loss is not None:
-                loss.value()
         self.device.use()
-        self.device.synchronize(self._last_stream)
+        self._fetch_losses(self._last_stream)
         self._programs.clear()
         self.workspace.free()
         buffers = (self._weights, self._half_weights, self._words, self._maximum, self._losses, *self._state.values())

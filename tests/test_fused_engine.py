@@ -182,6 +182,23 @@ def test_losses_keep_the_value_of_their_step(gpu, monkeypatch: pytest.MonkeyPatc
     assert [float(loss) for loss in reversed(held)] == pytest.approx(expected[::-1], rel=1e-4)
 
 
+def test_losses_are_fetched_together(gpu, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
+    """Who keeps every loss, as `fit` does, waits for the device once in as many steps as there are slots."""
+    monkeypatch.setattr(engine, "LOSS_SLOTS", 4)
+    model = make()
+    twin = reference_of(model)
+    x, y = batch(20)
+    given = to_device(x), to_device(y)
+    copies = []
+    copy_to_host = gpu.cuMemcpyDtoHAsync
+    monkeypatch.setattr(gpu, "cuMemcpyDtoHAsync", lambda *call: copies.append(call) or copy_to_host(*call))
+    losses = [model.trainer.training_step(*given) for _ in range(12)]
+    assert len(copies) == 2
+    expected = [step(twin, x, y) for _ in range(12)]
+    assert len(set(expected)) == 12
+    assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-4)
+
+
 def test_the_loss_is_not_read_before_it_is_asked_for(gpu: EmulatedDriver, no_reference: None) -> None:
     """On device arrays a step only queues work."""
     model = make()
@@ -455,6 +472,26 @@ def test_out_of_memory_leaves_the_model_usable(gpu: EmulatedDriver, no_reference
     assert_same_training(model, twin, start)
     with pytest.raises(MemoryError, match="MiB"):
         make(CONFIG | {"encoding": {"otype": "HashGrid", "log2_hashmap_size": 16}})
+
+
+def test_a_gradient_that_could_not_be_collected_is_forgotten(gpu: EmulatedDriver, no_reference: None) -> None:
+    """Memory for dL/dparams is missing when the gradient kernel has already added to the table's gradient."""
+    model = make(CONFIG | {"encoding": {"otype": "HashGrid", "n_levels": 2, "log2_hashmap_size": 10}})
+    twin, start = reference_of(model), model.params
+    x, y = batch(70)
+    _, context = model.network.forward(x)
+    model.network.backward(context, y, parameters="ignore")  # the other buffers are there
+    model.network.backward(context, y, input=False)  # and the kernel with a table gradient
+    workspace = model.network.engine.runtime.workspace
+    workspace._buffers.pop("output gradients").free()
+    gpu.memory_limit = gpu.memory.allocated
+    n_launches = len(gpu.launches)
+    with pytest.raises(MemoryError, match="MiB"):
+        model.network.backward(context, y, input=False)
+    assert [name for name, _, _ in gpu.launches[n_launches:]][-1] == "gradient"
+    model.trainer.training_step(x, y)
+    step(twin, x, y)
+    assert_same_training(model, twin, start)
 
 
 def test_a_failed_launch_names_the_kernel(gpu: EmulatedDriver) -> None:
