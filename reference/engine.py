@@ -202,6 +202,6 @@ def all_finite(values: np.ndarray) -> bool:
 def create_runtime(spec: ModelSpec, params: np.ndarray, *, dtype: str, seed: int) -> ReferenceRuntime:
     """A runtime that starts from `params`, float32 [n_params]. Raises EngineUnavailable for what is not implemented.
 
-    Nothing this engine has yet draws random numbers while it runs, so `seed` has no effect.
+    `seed` has no effect: what this engine draws while it runs, for stochastic interpolation, has a seed of its own.
     """
     return ReferenceRuntime(spec, params, dtype)

@@ -1,8 +1,9 @@
-"""Fixtures, the rule for tests that need a GPU, and the table of errors against tiny-cuda-nn."""
+"""Fixtures, the rule for tests that need a GPU, and tables of errors against tiny-cuda-nn and differences."""
 
 from __future__ import annotations
 
-import golden_case
+import importlib
+
 import numpy as np
 import pytest
 
@@ -12,13 +13,18 @@ import numba_tcnn.reference
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden-table", action="store_true", help="print the worst error of every case of tests/golden")
+    parser.addoption("--gradient-table", action="store_true", help="print the worst errors against central differences")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if terminalreporter.config.getoption("--golden-table"):
-        terminalreporter.write_sep("=", "errors against tiny-cuda-nn")
-        for line in golden_case.table():
-            terminalreporter.write_line(line)
+    for option, title, module in (
+        ("--golden-table", "errors against tiny-cuda-nn", "golden_case"),
+        ("--gradient-table", "errors against central differences", "gradient_checks"),
+    ):
+        if terminalreporter.config.getoption(option):
+            terminalreporter.write_sep("=", title)
+            for line in importlib.import_module(module).table():
+                terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

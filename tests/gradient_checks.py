@@ -8,6 +8,10 @@ networks whose nested exponentials explode.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 from encoding_draws import encodings
 from hypothesis import strategies as st
@@ -63,10 +67,36 @@ def well_conditioned(model: Model, x: np.ndarray) -> bool:
     return min(float(layer.min()) for layer in z) > 1e-4 and max(float(layer.max()) for layer in z) < 10
 
 
+class Figure(NamedTuple):
+    """One comparison: ‖actual - numeric‖, ‖numeric‖ and the size of the values whose differences were taken."""
+
+    test: str
+    error: float
+    norm: float
+    scale: float
+
+
+FIGURES: list[Figure] = []
+"""All comparisons of this session."""
+
+
 def assert_close(actual: np.ndarray, numeric: np.ndarray, scale: float) -> None:
     """‖actual - numeric‖ ≤ 1e-6·‖numeric‖, and rounding noise of differences of values of size `scale` (or 1)."""
-    error = np.linalg.norm(actual - numeric)
-    assert error <= TOLERANCE * np.linalg.norm(numeric) + 1e-9 * max(scale, 1), (error, np.linalg.norm(numeric))
+    test = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0].split("[")[0]
+    figure = Figure(test, float(np.linalg.norm(actual - numeric)), float(np.linalg.norm(numeric)), max(scale, 1))
+    FIGURES.append(figure)
+    assert figure.error <= TOLERANCE * figure.norm + 1e-9 * figure.scale, figure
+
+
+def table() -> Iterator[str]:
+    """The worst relative error of each test. Of a gradient that is tiny beside the values, a difference keeps few
+    digits: the last column leaves out those below a thousandth."""
+    yield f"{'test':32} {'comparisons':>11} {'worst error':>11} {'gradient / values > 1e-3':>25}"
+    for test in dict.fromkeys(figure.test for figure in FIGURES):
+        own = [figure for figure in FIGURES if figure.test == test and figure.norm > 0]
+        worst = max((figure.error / figure.norm for figure in own), default=0.0)
+        large = max((f.error / f.norm for f in own if f.norm > 1e-3 * f.scale), default=0.0)
+        yield f"{test:32} {len(own):11} {worst:11.1e} {large:25.1e}"
 
 
 def check_input_gradient(per_sample_loss, x: np.ndarray, gradient: np.ndarray) -> None:

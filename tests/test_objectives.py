@@ -299,6 +299,22 @@ def test_a_state_that_does_not_fit_changes_nothing(data, in_trainer):
         optimizer.load_state_dict({"step": 1})
 
 
+@pytest.mark.parametrize("name", [*KEEPING, "Composite"])
+def test_inference_follows_a_state_that_is_loaded(data, name):
+    """What inference has made of the parameters that were kept before is out of date."""
+    model, (x, y) = make(ALL_OPTIMIZERS[name]), data
+    states, outputs = [], []
+    for _ in range(2):
+        for _ in range(7):
+            model.trainer.training_step(x, y)
+        states.append(model.optimizer.state_dict())
+        outputs.append(model.predict(x))
+    assert np.abs(outputs[1] - outputs[0]).max() > 1e-3
+    for state, output in zip(states, outputs, strict=True):
+        model.optimizer.load_state_dict(state)
+        np.testing.assert_array_equal(model.predict(x), output)
+
+
 def test_state_needs_allocation():
     optimizer = tcnn.create_optimizer("SGD")
     for use in (optimizer.state_dict, lambda: optimizer.load_state_dict({}), lambda: optimizer.inference_params):

@@ -34,7 +34,7 @@ def expected_element(otype: str, p: float, t: float, pdf: float, luminance: floa
 
 
 @pytest.mark.parametrize("otype", LOSSES)
-@pytest.mark.parametrize("n_output_dims", [3, 7])
+@pytest.mark.parametrize("n_output_dims", [3, 5, 6, 7])
 @pytest.mark.parametrize("with_density", [False, True])
 def test_definition(otype: str, n_output_dims: int, with_density: bool) -> None:
     random = np.random.default_rng(1)

@@ -189,6 +189,22 @@ def test_a_step_without_gradients_counts_and_moves_nothing(config: dict[str, Any
         assert np.isfinite(params).all()
 
 
+def test_bounds_of_adabound_close_in_with_every_step() -> None:
+    """Also with those that had no gradients, and for parameters that have seen few: t is the step. With β₂ = 0.9 and a
+    learning rate far above the bounds, the second update, in step 5, goes 0.1 + 0.1/(0.1·5) times the first moment."""
+    optimizer = optimizer_of(
+        {"otype": "Adam", "adabound": True, "beta2": 0.9, "learning_rate": 100, "l2_reg": 0}, 1, []
+    )
+    params, gradient = np.zeros(1, np.float32), np.ones(1, np.float32)
+    optimizer.step(params, gradient)
+    for without in (None, np.zeros(1, np.float32), None):
+        optimizer.step(params, without)
+    before = params.copy()
+    optimizer.step(params, gradient)
+    first_moment = 0.9 * 0.1 + 0.1
+    np.testing.assert_allclose(before - params, [(0.1 + 0.1 / 0.5) * first_moment], rtol=1e-5)  # float32 of order 1
+
+
 @pytest.mark.parametrize("otype", [*LEAVES, "Average", "EMA"])
 def test_a_first_step_without_gradients_leaves_no_trace(otype: str) -> None:
     """The next one moves parameters as a first step does: what is special about it waits for gradients."""

@@ -112,6 +112,16 @@ def test_network_rounds_where_kernels_store(activation: str, output_activation: 
     assert np.linalg.norm(gradients.input - dL_dx * n) <= 1e-4 * np.linalg.norm(dL_dx * n)
 
 
+def test_encodings_alone_round_their_output_gradients() -> None:
+    """Scaled to [8, 16) and rounded to float16 like those that come from a network; Identity passes them on."""
+    random = np.random.default_rng(5)
+    x, dL_dy = random.random((32, 3), np.float32), random.standard_normal((32, 3)).astype(np.float32)
+    dL_dy[0] = 3e-8, -1e-5, 0.75  # subnormal, or 0, even when scaled
+    scale = np.float32(2.0 ** (4 - np.frexp(np.abs(dL_dy).max())[1]))
+    model = Model(ModelSpec(3, 3, IdentitySpec(3), None, 3), np.zeros(0, np.float32), "float16")
+    np.testing.assert_array_equal(model.backward(x, dL_dy).input, half(dL_dy * scale) / scale)
+
+
 def test_tiny_and_huge_external_gradients_survive() -> None:
     """Results scale with dL/dy exactly, far outside float16's range: the power of two moves no rounding."""
     spec = ModelSpec(16, 3, IdentitySpec(16), NetworkSpec("CutlassMLP", 16, 2, "Tanh"), 16)
