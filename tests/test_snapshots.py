@@ -394,6 +394,14 @@ def test_changed_metadata(saved, key):
     assert "is damaged" in error_of(saved)
 
 
+def test_changed_types_of_tensors(saved):
+    """The same bytes as integers: the header says so, and nothing but the hash knows better."""
+    content = saved.read_bytes()
+    saved.write_bytes(content.replace(b'"dtype":"F32"', b'"dtype":"I32"'))
+    assert saved.read_bytes() != content
+    assert "is damaged" in error_of(saved)
+
+
 @pytest.mark.parametrize("key", ["sha256", "config", "model", "training", "optimizer"])
 def test_missing_metadata(saved, key):
     rewrite(saved, drop=key)
