@@ -3,8 +3,9 @@
 Tolerances are relative L2 errors. Masters are float32 in both: 1e-4 of the distance moved leaves room for its fast-math
 powers of β, which put 1 - β₂^k off by about 1e-4 for β₂ = 0.999 and small k, and for its rounding of Batched's mean
 gradient to half precision. Parameters for inference are kept in half precision by its half-precision builds: 1e-3, two
-roundings of 2^-11, and 1e-6 for float32 builds. Its Novograd accumulates norms over layers and steps, starting from
-what the memory held: only the direction of the first step of each layer is left to compare.
+roundings of 2^-11, and 1e-6 for float32 builds. Lookahead sets the masters to a mean with those, which moves weights by
+2^-12 of themselves, up to 3e-3 of the short distance moved: 1e-2. Its Novograd accumulates norms over layers and steps,
+starting from what the memory held: only the direction of the first step of each layer is left to compare.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ import numba_tcnn as tcnn
 
 pytestmark = pytest.mark.golden
 
-MASTER_TOLERANCE = 1e-4
-MASTER_REASONS = {"SGD": "float32 roundings", "Batched": "mean gradient in half there"}
+
+def master_tolerance(otype: str, half: bool) -> tuple[float, str]:
+    if otype == "Lookahead" and half:
+        return 1e-2, "slow parameters in half there"
+    reasons = {"SGD": "float32 roundings", "Batched": "mean gradient in half there"}
+    return 1e-4, reasons.get(otype, "fast-math powers of β there")
 
 
 def optimizer_of(case: GoldenCase) -> tcnn.Optimizer:
@@ -41,7 +46,7 @@ def test_optimizers(name: str) -> None:
     case = GoldenCase(name)
     meta, start = case.meta, case["weights_initial"]
     half = meta["weight_type"] == "float16"
-    reason = MASTER_REASONS.get(meta["config"]["otype"], "fast-math powers of β there")
+    tolerance, reason = master_tolerance(meta["config"]["otype"], half)
     optimizer = optimizer_of(case)
     params, n_compared = start.copy(), 0
     for i, gradient in enumerate(case["gradients"], start=1):
@@ -50,7 +55,7 @@ def test_optimizers(name: str) -> None:
             continue
         n_compared += 1
         error = relative_error(params - start, case[key] - start)
-        agree(name, f"distance moved, step {i}", error, MASTER_TOLERANCE, reason)
+        agree(name, f"distance moved, step {i}", error, tolerance, reason)
         untouched = case[key] == start
         assert np.array_equal(params[untouched], start[untouched])
         assert optimizer.learning_rate == pytest.approx(meta["learning_rate_after"][str(i)], rel=1e-6)  # float32
