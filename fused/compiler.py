@@ -30,6 +30,11 @@ class CompileError(EngineUnavailable):
     """A kernel did not compile; the cause is chained and named."""
 
 
+def key_of(description: str, capability: tuple[int, int], *, threads: int, min_blocks: int) -> str:
+    """The cache key of what `compile_kernel` makes of the same arguments."""
+    return cache.kernel_key(f"{description} threads={threads} min_blocks={min_blocks}", capability)
+
+
 def compile_kernel(
     make_body: Callable[[Target], KernelBody],
     description: str,
@@ -45,7 +50,7 @@ def compile_kernel(
     threads       of a block
     min_blocks    blocks a multiprocessor shall hold at once
     """
-    key = cache.kernel_key(f"{description} threads={threads} min_blocks={min_blocks}", capability)
+    key = key_of(description, capability, threads=threads, min_blocks=min_blocks)
     known = cache.load(key)
     if known is not None:
         return known

@@ -19,7 +19,7 @@ import numpy as np
 from ..engines import EngineUnavailable
 from ..specs import AdamSpec, LossSpec, ModelSpec
 from .cache import CompiledKernel
-from .compiler import CompileError, compile_kernel
+from .compiler import CompileError, compile_kernel, key_of
 from .jobs import (
     GradientScaleJob,
     InferenceJob,
@@ -81,7 +81,7 @@ def first_calls(spec: ModelSpec, optimizer: AdamSpec, loss: LossSpec) -> list[Jo
 @dataclass(frozen=True)
 class KernelRecord:
     """One kernel of a job. `seconds` are those of its compilation, whenever that was; it is not `taken` where it, or
-    another of the same plan, spills."""
+    another of the same plan, spills. Calls may share a kernel, which then has the same `key` in the cache."""
 
     arch: str
     call: str
@@ -98,6 +98,7 @@ class KernelRecord:
     vector_loads: int
     reductions: int
     taken: bool
+    key: str
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def _record(job: Job, arch: str, source: KernelSource, kernel: CompiledKernel, t
         vector_loads=kernel.vector_loads,
         reductions=kernel.reductions,
         taken=taken,
+        key=key_of(source.description, CAPABILITIES[arch], threads=source.threads, min_blocks=source.min_blocks),
     )
 
 

@@ -146,9 +146,10 @@ def table(kernels: Iterator[offline.KernelRecord]) -> str:
 
 def summary(done: list[offline.JobRecord], archs: tuple[str, ...], seconds: float) -> str:
     kernels = [kernel for record in done for kernel in record.kernels]
-    taken = sum(kernel.taken for kernel in kernels)
-    cached = sum(kernel.from_cache for kernel in kernels)
-    spilled = f", {len(kernels) - taken} passed over since their plans spill" if taken < len(kernels) else ""
+    taken = len({kernel.key for kernel in kernels if kernel.taken})
+    in_vain = len({kernel.key for kernel in kernels}) - taken
+    made = len({kernel.key for kernel in kernels if not kernel.from_cache})
+    spilled = f", {in_vain} more passed over since their plans spill" if in_vain else ""
     folder = cache.cache_directory()
     kept = "kept nowhere, NUMBA_TCNN_CACHE_DIR turns the cache off" if folder is None else f"in {folder}"
-    return f"{taken} kernels for {', '.join(archs)} in {seconds:.1f} s ({cached} were cached{spilled}), {kept}"
+    return f"{taken} kernels for {', '.join(archs)} in {seconds:.1f} s ({made} compiled now{spilled}), {kept}"

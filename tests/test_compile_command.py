@@ -22,10 +22,15 @@ from test_fused_compile import needs_toolkit
 import numba_tcnn as tcnn
 from numba_tcnn import cli, compile_command
 from numba_tcnn.config import parse_model
+from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.fused import cache, compiler, offline
 from numba_tcnn.fused.jobs import InferenceJob
 from numba_tcnn.fused.stage_io import InferenceOptions
 from numba_tcnn.specs import AdamSpec, LossSpec
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks are not installed
+
+from benchmarks import compile_sweep
 
 GRID = {
     "encoding": {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 6, "base_resolution": 3},
@@ -33,6 +38,7 @@ GRID = {
     "loss": {"otype": "L2"},
     "optimizer": {"otype": "Adam", "learning_rate": 1e-2},
 }
+NEVER_SPILL = ("OptimizerJob.", "GradientJob.sources.<locals>.make_body")
 IDENTITY = GRID | {"encoding": {"otype": "Identity"}}
 
 
@@ -44,13 +50,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Threads of each kernel that was compiled; the code is that of no kernel. Planned kernels
-    spill unless a multiprocessor shall hold only one block of them, so that plans are passed over."""
+    """Threads of each kernel that was compiled; the code is that of no kernel.
+
+    Planned kernels, but those of staged dW, spill unless a multiprocessor shall hold only one block of them, so that
+    plans are passed over.
+    """
     made: list[int] = []
 
     def stand_in(make_body: Callable, capability, threads: int, min_blocks: int, start: float) -> cache.CompiledKernel:
         made.append(threads)
-        spills = min_blocks > 1 and "OptimizerJob" not in make_body.__qualname__
+        spills = min_blocks > 1 and not make_body.__qualname__.startswith(NEVER_SPILL)
         return replace(KERNEL, spill_bytes=1000 if spills else 0)
 
     monkeypatch.setattr(compiler, "_compile", stand_in)
@@ -146,7 +155,7 @@ def test_the_table(made, tmp_path, capsys) -> None:
     (adam,) = [row for row in rows if row.startswith("sm_120") and " adam " in row]
     numbers = [KERNEL.registers, 0, KERNEL.local_bytes, 1024, 120, 33, 9]
     assert adam.split()[2:10] == ["1.25", *map(str, numbers)] and re.search(r"element-wise +optimizer$", adam)
-    assert re.match(r"22 kernels for sm_75, sm_120 in \d+\.\d s \(\d+ were cached, \d+ passed over", last)
+    assert re.match(r"22 kernels for sm_75, sm_120 in \d+\.\d s \(\d+ compiled now, \d+ more passed over", last)
     assert last.endswith(f"in {cache.cache_directory()}")
     assert len(err) == 20 and err[0].startswith("[1/20] sm_75, gradients, float32 and float32 targets, L2: ")
 
@@ -302,6 +311,31 @@ def test_a_pool_of_processes_gives_the_same_kernels_in_order(folder) -> None:
     assert all(not kernel.from_cache for record in records for kernel in record.kernels)
     again = list(offline.compile_jobs(jobs, ["sm_90"], processes=1))
     assert [[replace(k, from_cache=True) for k in r.kernels] for r in records] == [list(r.kernels) for r in again]
+
+
+def test_the_sweep(made, tmp_path, capsys, monkeypatch) -> None:
+    """Kernels that calls share count once: the wide network is staged, and its dW kernels serve three jobs."""
+    refuse = compile_sweep.refuse_training
+
+    def refuse_one(optimizer, loss):
+        if loss.otype == "Mape":
+            raise EngineUnavailable("the loss Mape has no fused kernel yet")
+        refuse(optimizer, loss)
+
+    monkeypatch.setattr(compile_sweep, "toolchain_problem", lambda capabilities: None)
+    monkeypatch.setattr(compile_sweep, "refuse_training", refuse_one)
+    arguments = ["--configs", "sdf,mlp_only_w16_h2,mlp_only_w128_h4", "--archs", "sm_75,sm_90", "--processes", "1"]
+    assert compile_sweep.main([*arguments, "--out", str(tmp_path / "sweep.md")]) == 0
+    out, _ = lines_of(capsys)
+    assert (tmp_path / "sweep.md").read_text().splitlines() == out
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out[2:]]
+    assert rows[0][:3] == ["sdf", "all", "none: the loss Mape has no fused kernel yet"]
+    assert [row[:2] for row in rows[1:]] == [
+        [name, arch] for name in ("mlp_only_w16_h2", "mlp_only_w128_h4") for arch in ("sm_75", "sm_90")
+    ]
+    assert rows[1][2].startswith("11 (") and rows[1][4:] == ["72, 72", "0", "16"]
+    assert all(row[2].split()[0] == "13" for row in rows[3:])  # 3 propagate and 2 dW kernels instead of 3 single
+    assert made and compile_sweep.main(["--archs", "sm_91"]) == compile_sweep.main(["--configs", "none"]) == 2
 
 
 def test_every_example_is_either_compiled_for_every_architecture_or_refused_by_name() -> None:
