@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,15 +114,14 @@ class Adam(Leaf):
     def _extend_debias(self) -> None:
         """`debias[k]` = √(1 - β₂^k)/(1 - β₁^k) for every k that a parameter can have reached.
 
-        It equals 1 from some k on; the table ends there, and later counts read its last entry.
+        From some k on β^k is below 1e-9 and the entry 1 in float32; the table ends there, and later counts read its
+        last entry.
         """
-        n = len(self.debias)
-        if self.largest_count < n:
+        n, slowest = len(self.debias), max(self.spec.beta1, self.spec.beta2)
+        last = math.ceil(math.log(1e-9) / math.log(slowest)) if slowest > 0 else 1
+        if n > min(self.largest_count, last):
             return
-        slowest = max(self.spec.beta1, self.spec.beta2)
-        if n > 1 and slowest**n < 1e-9:
-            return
-        k = np.arange(1, 2 * max(n, self.largest_count) + 1, dtype=np.float64)
+        k = np.arange(1, min(2 * max(n, self.largest_count), last) + 1, dtype=np.float64)
         correction = np.sqrt(1 - self.spec.beta2**k) / (1 - self.spec.beta1**k)
         self.debias = np.concatenate([[1.0], correction]).astype(np.float32)
 
