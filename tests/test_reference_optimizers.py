@@ -189,6 +189,18 @@ def test_a_step_without_gradients_counts_and_moves_nothing(config: dict[str, Any
         assert np.isfinite(params).all()
 
 
+@pytest.mark.parametrize("config", [{"otype": "Adam", "l2_reg": 0}, {"otype": "Novograd"}, {"otype": "Shampoo"}])
+def test_absolute_decay_of_weights_that_are_0(config: dict[str, Any]) -> None:
+    """They go as their sign says, which 0 has too: with gradients of 0, by rate times decay, away from their side."""
+    is_adam = config["otype"] == "Adam"
+    layers = [(1, 2)] if is_adam else []  # Adam passes over an encoding's parameters that have no gradient
+    optimizer = optimizer_of({**config, "learning_rate": 1.0, "absolute_decay": 0.25}, 2, layers)
+    params = np.array([0.0, -0.0], np.float32)
+    optimizer.step(params, np.zeros(2, np.float32))
+    rate = np.sqrt(1 - 0.999) / (1 - 0.9) if is_adam else 1.0  # of the first step
+    np.testing.assert_allclose(params, [-0.25 * rate, 0.25 * rate], rtol=1e-6)  # float32
+
+
 def test_bounds_of_adabound_close_in_with_every_step() -> None:
     """Also with those that had no gradients, and for parameters that have seen few: t is the step. With β₂ = 0.9 and a
     learning rate far above the bounds, the second update, in step 5, goes 0.1 + 0.1/(0.1·5) times the first moment."""
