@@ -9,9 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,15 +184,35 @@ def compile_jobs(jobs: Sequence[Job], archs: Sequence[str], *, processes: int) -
         for job, arch in tasks:
             yield compile_job(job, arch)
         return
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts_to_the_parent
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_ignore_interrupts
     )
     try:
-        for future in [pool.submit(compile_job, job, arch) for job, arch in tasks]:
+        with _interrupts_ignored():
+            futures = [pool.submit(compile_job, job, arch) for job, arch in tasks]
+        for future in futures:
             yield future.result()
+    except BaseException:  # Ctrl-C, or nobody wants the rest: a kernel can take half a minute
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _leave_interrupts_to_the_parent() -> None:
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes that are started meanwhile ignore Ctrl-C from their first moment, and say nothing about it."""
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers change
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +314,23 @@ def test_a_pool_of_processes_gives_the_same_kernels_in_order(folder) -> None:
     assert all(not kernel.from_cache for record in records for kernel in record.kernels)
     again = list(offline.compile_jobs(jobs, ["sm_90"], processes=1))
     assert [[replace(k, from_cache=True) for k in r.kernels] for r in records] == [list(r.kernels) for r in again]
+
+
+@needs_toolkit
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals to a process are POSIX's")
+def test_ctrl_c_ends_all_processes_at_once(folder, tmp_path) -> None:
+    """Five seconds in, processes compile kernels that take seconds each; none is waited for."""
+    command = [sys.executable, "-m", "numba_tcnn", "compile", write(tmp_path, GRID), "--inputs", "3", "--outputs", "3"]
+    archs = [word for arch in offline.CAPABILITIES for word in ("--arch", arch)]
+    with subprocess.Popen(
+        [*command, *archs, "--processes", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        time.sleep(5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)  # ends when all processes have closed their ends
+    assert process.returncode == 130 and out == ""
+    assert err.splitlines()[-1] == "numba-tcnn compile: stopped" and "Traceback" not in err
 
 
 def test_the_sweep(made, tmp_path, capsys, monkeypatch) -> None:
