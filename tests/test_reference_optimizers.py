@@ -340,6 +340,8 @@ def test_learning_rate_of_a_composite_is_a_factor() -> None:
     steps(optimizer, params, [params.copy()] * 2)
     assert optimizer.learning_rate == 0.1
     assert [own.learning_rate for own in optimizer.nested.nested] == pytest.approx([0.05, 0.001])
+    optimizer.learning_rate = 2  # of the rates at the beginning, whatever they are now
+    assert [own.learning_rate for own in optimizer.nested.nested] == pytest.approx([1.0, 0.02])
 
 
 # ------------------------------------------------------------------------- tiny-cuda-nn's defects, fixed
