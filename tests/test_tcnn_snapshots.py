@@ -323,6 +323,16 @@ def test_without_the_optimizer_its_moments_stay_and_averages_start_again(tmp_pat
     assert model.optimizer.inference_params is None
 
 
+def test_skipped_steps_belong_to_the_training_that_is_left(tmp_path):
+    """tiny-cuda-nn counts none; with its state there is a training of which none is known to be skipped."""
+    source, model = trained("Adam", 3), trained("Adam", 2)
+    source.save_tcnn(tmp_path / "file")
+    model.trainer.training_step(np.zeros((4, 2), np.float32), np.full((4, 3), np.inf, np.float32))
+    assert model.trainer.skipped_steps == 1
+    model.load_tcnn(tmp_path / "file")
+    assert model.trainer.skipped_steps == 0 and model.trainer.step == 3
+
+
 def test_format_is_checked(tmp_path):
     with pytest.raises(ValueError, match="format: 'xml' is none of json, msgpack"):
         make().save_tcnn(tmp_path / "file", "xml")
