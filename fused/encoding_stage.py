@@ -11,12 +11,13 @@ from collections.abc import Callable
 import numpy as np
 
 from ..specs import ModelSpec
-from .encodings import ENCODINGS, padding_value
+from .encoding_parts import BackwardPart, ItemGroup, make_padding
+from .encodings import make_encoding
 from .fragments import Target
 from .plan import KernelPlan
 from .sinks import RowMemory
 from .stage_io import BATCH, DX, DX_STRIDE, SCALES, TABLE, TABLE_GRADIENT, X_STRIDE, GradientOptions, X
-from .tiles import make_indices, make_row_address
+from .tiles import make_barriers, make_indices, make_row_address
 
 
 @functools.cache
@@ -39,31 +40,30 @@ def _make_lane_arithmetic(target: Target):
     return tuple(target.scalar(f) for f in (smaller, inside, quotient, remainder))
 
 
-def _encoding_parts(target: Target, spec: ModelSpec, memory: RowMemory, *, table_gradient=False, input_gradient=False):
-    factory = ENCODINGS[type(spec.encoding)]
-    return factory(
-        target, spec.encoding, memory, first_column=0, table_gradient=table_gradient, input_gradient=input_gradient
-    )
-
-
 def make_encode(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> Callable:
     """encode(base, io, first_row): features of this warp's samples, from `first_row` of the batch on, into the x tile.
 
     Rows past the batch repeat its last row; their gradients will be 0.
     """
     memory = RowMemory(target, options.input_dtype, options.aligned_input)
-    parts = _encoding_parts(target, spec, memory)
-    stages = [_make_encode_group(target, plan, parts.by_sample, group) for group in parts.groups]
-    padding = _make_padding(target, spec, plan)
-    return _chain(target, [*stages, *([padding] if padding else [])])
+    parts = make_encoding(target, spec.encoding, memory, table_gradient=False, input_gradient=False)
+    n_own = spec.encoding.n_output_dims  # a bare encoding's tile is wider than the encoding
+    padding = make_padding(target, memory, n_own, plan.x.columns - n_own, parts.padding_value)
+    return _chain(target, [_make_encode_group(target, plan, group) for group in (*parts.encode, *padding)])
 
 
 def _chain(target: Target, stages: list[Callable]) -> Callable:
     """One function that calls all stages with the same three arguments."""
-    first, rest = stages[0], stages[1:]
-    if not rest:
-        return first
-    second = _chain(target, rest)
+    if not stages:
+
+        def nothing(base, io, first_row):
+            return
+
+        return target.device(nothing)
+    if len(stages) == 1:
+        return stages[0]
+    middle = len(stages) // 2  # halves, since Numba limits how deep functions nest
+    first, second = _chain(target, stages[:middle]), _chain(target, stages[middle:])
 
     def both(base, io, first_row):
         first(base, io, first_row)
@@ -72,9 +72,9 @@ def _chain(target: Target, stages: list[Callable]) -> Callable:
     return target.device(both)
 
 
-def _make_encode_group(target: Target, plan: KernelPlan, by_sample: bool, group) -> Callable:
-    encode_item, first_item, count = group.encode, group.first, group.count
-    turns, locate = _make_division(target, plan, by_sample, first_item, count)
+def _make_encode_group(target: Target, plan: KernelPlan, group: ItemGroup) -> Callable:
+    work = group.work
+    turns, locate = _make_division(target, plan, group)
     row_address = make_row_address(target, plan.x)
     u32, unroll = target.u32, target.unroll_by_2
 
@@ -82,19 +82,19 @@ def _make_encode_group(target: Target, plan: KernelPlan, by_sample: bool, group)
         for turn in range(turns):
             unroll()
             item, row, place_row, live, lead = locate(u32(turn), first_row, io[BATCH])
-            encode_item(item, io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row))
+            work(item, (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row)))
 
     return target.device(encode_group)
 
 
-def _make_division(target: Target, plan: KernelPlan, by_sample: bool, first_item: int, count: int):
-    """How a warp divides `count` items of its samples among its lanes.
+def _make_division(target: Target, plan: KernelPlan, group: ItemGroup):
+    """How a warp divides a group's items of its samples among its lanes.
 
     Returns the number of turns and locate(turn, first_row, batch) -> (item, row of the batch, row of the tile, live,
     lead): live is 1.0 for work that counts (0.0 past the batch or past the items, where a lane repeats something),
     lead the index of the lane's share of its sample.
     """
-    rows = plan.rows
+    rows, first_item, count = plan.rows, group.first, group.count
     shares = 32 // rows
     u32 = target.u32
     _, lane_index, warp_index, *_ = make_indices(target)
@@ -104,7 +104,7 @@ def _make_division(target: Target, plan: KernelPlan, by_sample: bool, first_item
         return a * b
 
     multiply = target.scalar(multiply)
-    if by_sample:
+    if group.by_sample:
         turns = -(-count // shares)
 
         def locate(turn, first_row, batch):
@@ -132,46 +132,82 @@ def _make_division(target: Target, plan: KernelPlan, by_sample: bool, first_item
     return turns, target.device(locate)
 
 
-def _make_padding(target: Target, spec: ModelSpec, plan: KernelPlan) -> Callable | None:
-    """Fill the columns behind the encoding's own with its padding value."""
-    first_column = spec.encoding.n_output_dims
-    count = plan.x.columns - first_column  # a bare encoding's tile is wider than the encoding
-    if count == 0:
-        return None
-    turns, locate = _make_division(target, plan, False, first_column, count)
-    row_address = make_row_address(target, plan.x)
-    u32, value = target.u32, padding_value(spec.encoding)
-
-    @target.intrinsic(["u32", "u32"], "void")
-    def put_padding(e, row, column):
-        e.store_shared(e.add(row, e.shl(column, 1)), "u16", [e.float_to_half(e.f32(value))])
-
-    def pad(base, io, first_row):
-        for turn in range(turns):
-            column, _, place_row, _, _ = locate(u32(turn), first_row, io[BATCH])
-            put_padding(row_address(base, place_row), column)
-
-    return target.device(pad)
-
-
 def make_encode_backward(target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions) -> Callable:
-    """encode_backward(base, io, first_row): from this warp's rows of the dx tile to dL/d(table) and dL/dx."""
+    """encode_backward(base, io, first_row): from this warp's rows of the dx tile to dL/d(table) and dL/dx.
+
+    A part of the encoding whose input dims no other part reads stores its dL/dx; parts that share dims add to them, one
+    after the other. What is added to, and dims that count for nothing, are cleared first.
+    """
     memory = RowMemory(target, options.input_dtype, options.aligned_input)
-    parts = _encoding_parts(
-        target, spec, memory, table_gradient=options.table_gradient, input_gradient=options.input_gradient
+    parts = make_encoding(
+        target, spec.encoding, memory, table_gradient=options.table_gradient, input_gradient=options.input_gradient
     )
-    make = _make_backward_by_sample if parts.by_sample else _make_backward_by_item
-    return make(target, plan, parts, options)
+    if not options.input_gradient:
+        return _chain(target, [_make_backward_part(target, plan, part, options, False) for part in parts.backward])
+    n_readers = [0] * spec.n_input_dims
+    for part in parts.backward:
+        for dim in part.dims:
+            n_readers[dim] += 1
+    adding = [part for part in parts.backward if max(n_readers[dim] for dim in part.dims) > 1]
+    added_to = {dim for part in adding for dim in part.dims}
+    cleared = [dim for dim in range(spec.n_input_dims) if n_readers[dim] == 0 or dim in added_to]
+    stages = [_make_clear(target, plan, first, count) for first, count in _runs(cleared)]
+    if adding:
+        stages.append(_make_wait(target))
+    for part in parts.backward:
+        stages.append(_make_backward_part(target, plan, part, options, part in adding))
+        if part in adding:
+            stages.append(_make_wait(target))
+    return _chain(target, stages)
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """(first, count) of runs of consecutive numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+    return runs
+
+
+def _make_wait(target: Target) -> Callable:
+    """A stage: what the warp's lanes have written is there for its other lanes."""
+    _, warp_barrier, _ = make_barriers(target)
+
+    def wait(base, io, first_row):
+        warp_barrier()
+
+    return target.device(wait)
+
+
+def _make_clear(target: Target, plan: KernelPlan, first_dim: int, n_dims: int) -> Callable:
+    """A stage: dL/dx of some dims becomes 0."""
+    store, rows, u32, f32 = _make_store_input_gradient(target, False), plan.rows, target.u32, target.f32
+    turns, locate = _make_division(target, plan, ItemGroup(first_dim, n_dims, None, by_sample=False))
+    _, _, warp_index, *_ = make_indices(target)
+
+    def clear(base, io, first_row):
+        for turn in range(turns):
+            dim, _, place_row, _, _ = locate(u32(turn), first_row, io[BATCH])
+            row = u32(first_row + u32(place_row - u32(warp_index() * u32(rows))))
+            store(io[DX], io[DX_STRIDE], row, io[BATCH], dim, u32(0), f32(0))
+
+    return target.device(clear)
 
 
 @functools.cache
-def _make_store_input_gradient(target: Target):
-    """store(dx, dx_stride, row, batch, dim, share, value): one element of dL/dx, by the sample's first lane."""
+def _make_store_input_gradient(target: Target, adds: bool):
+    """store(dx, dx_stride, row, batch, dim, share, value): one element of dL/dx, by the sample's first lane; or add."""
 
     @target.intrinsic(["u64", "u32", "u32", "u32", "u32", "u32", "f32"], "void")
     def store_input_gradient(e, dx, dx_stride, row, batch, dim, share, value):
         with e.when(e.both(e.less(row, batch), e.equal(share, 0))):
-            e.store_global(e.address(e.address_by(dx, row, dx_stride), dim, 4), "f32", [value])
+            place = e.address(e.address_by(dx, row, dx_stride), dim, 4)
+            if adds:
+                value = e.fadd(e.load_global(place, "f32", constant=False)[0], value)
+            e.store_global(place, "f32", [value])
 
     return store_input_gradient
 
@@ -198,26 +234,35 @@ def _make_add_shares(target: Target, rows: int):
     return add_shares
 
 
-def _make_backward_by_sample(target: Target, plan: KernelPlan, parts, options: GradientOptions) -> Callable:
+def _make_backward_part(
+    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool
+) -> Callable:
+    make = _make_backward_by_item if part.dims_per_item else _make_backward_by_sample
+    return make(target, plan, part, options, adds)
+
+
+def _make_backward_by_sample(
+    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool
+) -> Callable:
     u32, f32, unroll, unroll_2 = target.u32, target.f32, target.unroll_full, target.unroll_by_2
-    spaces, np_f32, n_dims, rows = target.memory_spaces, np.float32, parts.n_input_dims, plan.rows
+    spaces, np_f32, n_dims, first_dim, rows = target.memory_spaces, np.float32, part.n_dims, part.first_dim, plan.rows
     row_address = make_row_address(target, plan.dx)
-    store, result_scale = _make_store_input_gradient(target), make_read_scale(target, 1)
+    store, result_scale = _make_store_input_gradient(target, adds), make_read_scale(target, 1)
     add_shares = _make_add_shares(target, rows)
     _, lane_index, *_ = make_indices(target)
     _, _, quotient, remainder = _make_lane_arithmetic(target)
     input_gradient = options.input_gradient
 
     def make_group(group):
-        backward_item = group.backward
-        turns, locate = _make_division(target, plan, True, group.first, group.count)
+        work = group.work
+        turns, locate = _make_division(target, plan, group)
 
         def backward_group(base, io, first_row, dx):
             for turn in range(turns):
                 unroll_2()
                 item, row, place_row, live, lead = locate(u32(turn), first_row, io[BATCH])
-                place = row_address(base, place_row)
-                backward_item(item, io[X], io[X_STRIDE], row, io[TABLE], io[TABLE_GRADIENT], place, live, dx)
+                at = (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row))
+                work(item, at, io[TABLE_GRADIENT], live, dx)
 
         return target.device(backward_group)
 
@@ -233,9 +278,9 @@ def _make_backward_by_sample(target: Target, plan: KernelPlan, parts, options: G
 
         return target.device(both)
 
-    all_groups = chain(parts.groups)
+    all_groups = chain(part.groups)
 
-    def encode_backward(base, io, first_row):
+    def backward_part(base, io, first_row):
         dx = spaces.local.array(n_dims, np_f32)
         for d in range(n_dims):
             unroll()
@@ -247,21 +292,25 @@ def _make_backward_by_sample(target: Target, plan: KernelPlan, parts, options: G
             scale = result_scale(io[SCALES])
             for d in range(n_dims):
                 unroll()
-                store(io[DX], io[DX_STRIDE], row, io[BATCH], u32(d), share, add_shares(dx[d]) * scale)
+                value = add_shares(dx[d]) * scale
+                store(io[DX], io[DX_STRIDE], row, io[BATCH], u32(first_dim + d), share, value)
 
-    return target.device(encode_backward)
+    return target.device(backward_part)
 
 
-def _make_backward_by_item(target: Target, plan: KernelPlan, parts, options: GradientOptions) -> Callable:
-    u32, f32, unroll = target.u32, target.f32, target.unroll_full
-    spaces, np_f32, size = target.memory_spaces, np.float32, parts.input_dims_per_item
+def _make_backward_by_item(
+    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool
+) -> Callable:
+    u32, f32, unroll, rows = target.u32, target.f32, target.unroll_full, plan.rows
+    spaces, np_f32, size, first_dim = target.memory_spaces, np.float32, part.dims_per_item, part.first_dim
     row_address = make_row_address(target, plan.dx)
-    store, result_scale = _make_store_input_gradient(target), make_read_scale(target, 1)
-    (group,) = parts.groups
-    backward_item = group.backward
-    turns, locate = _make_division(target, plan, False, group.first, group.count)
+    store, result_scale = _make_store_input_gradient(target, adds), make_read_scale(target, 1)
+    (group,) = part.groups
+    work = group.work
+    turns, locate = _make_division(target, plan, group)
+    _, _, warp_index, *_ = make_indices(target)
 
-    def encode_backward(base, io, first_row):
+    def backward_part(base, io, first_row):
         scale = result_scale(io[SCALES])
         for turn in range(turns):
             item, row, place_row, live, share = locate(u32(turn), first_row, io[BATCH])
@@ -269,18 +318,12 @@ def _make_backward_by_item(target: Target, plan: KernelPlan, parts, options: Gra
             for i in range(size):
                 unroll()
                 dx[i] = f32(0)
-            place = row_address(base, place_row)
-            backward_item(item, io[X], io[X_STRIDE], row, io[TABLE], io[TABLE_GRADIENT], place, live, dx)
-            row = u32(first_row + u32(place_row - u32(warp_first_row())))
+            at = (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row))
+            work(item, at, io[TABLE_GRADIENT], live, dx)
+            row = u32(first_row + u32(place_row - u32(warp_index() * u32(rows))))
             for i in range(size):
                 unroll()
-                store(io[DX], io[DX_STRIDE], row, io[BATCH], u32(u32(item * u32(size)) + u32(i)), share, dx[i] * scale)
+                dim = u32(u32(item * u32(size)) + u32(first_dim + i))
+                store(io[DX], io[DX_STRIDE], row, io[BATCH], dim, share, dx[i] * scale)
 
-    _, _, warp_index, *_ = make_indices(target)
-    rows = plan.rows
-
-    def warp_first_row():
-        return u32(warp_index() * u32(rows))
-
-    warp_first_row = target.device(warp_first_row)
-    return target.device(encode_backward)
+    return target.device(backward_part)

@@ -5,33 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..engines import EngineUnavailable
-from ..specs import EncodingSpec, GridSpec, IdentitySpec
+from ..specs import (
+    CompositeSpec,
+    EmptySpec,
+    EncodingSpec,
+    FrequencySpec,
+    GridSpec,
+    IdentitySpec,
+    OneBlobSpec,
+    SphericalHarmonicsSpec,
+    TriangleWaveSpec,
+)
+from .composite import make_composite
+from .empty import make_empty
 from .encoding_parts import EncodingParts
+from .frequency import make_frequency
 from .grid import make_grid
 from .identity import make_identity
+from .oneblob import make_oneblob
+from .spherical_harmonics import make_spherical_harmonics
+from .triangle_wave import make_triangle_wave
+
+
+def make_encoding(target, spec: EncodingSpec, memory, **gradients: bool) -> EncodingParts:
+    """The parts of any encoding; `gradients`: table_gradient and input_gradient."""
+    return ENCODINGS[type(spec)](target, spec, memory, **gradients)
+
+
+def _make_composite(target, spec: CompositeSpec, memory, **gradients: bool) -> EncodingParts:
+    return make_composite(target, spec, memory, make_encoding, **gradients)
+
 
 ENCODINGS: dict[type, Callable[..., EncodingParts]] = {
+    CompositeSpec: _make_composite,
+    EmptySpec: make_empty,
+    FrequencySpec: make_frequency,
     GridSpec: make_grid,
     IdentitySpec: make_identity,
+    OneBlobSpec: make_oneblob,
+    SphericalHarmonicsSpec: make_spherical_harmonics,
+    TriangleWaveSpec: make_triangle_wave,
 }
-
-PADDING_VALUE: dict[type, float] = {GridSpec: 0.0}
-"""What the columns behind an encoding's own hold, where it isn't 1."""
 
 
 def refuse_what_is_missing(spec: EncodingSpec) -> None:
     """Raises EngineUnavailable, naming the encoding or its option, if there is no fused kernel for it."""
     if type(spec) not in ENCODINGS:
         raise EngineUnavailable(f"the encoding {type(spec).__name__.removesuffix('Spec')} has no fused kernel yet")
+    if isinstance(spec, CompositeSpec):
+        for child in spec.nested:
+            refuse_what_is_missing(child.encoding)
     if isinstance(spec, GridSpec):
         missing = [name for name in ("stochastic_interpolation", "fixed_point_pos") if getattr(spec, name)]
-        if spec.hash != "CoherentPrime":
-            missing.append(f"hash={spec.hash}")
-        if spec.n_input_dims not in (2, 3, 4):
-            missing.append(f"n_input_dims={spec.n_input_dims}")
         if missing:
             raise EngineUnavailable(f"grids with {', '.join(missing)} have no fused kernel yet")
-
-
-def padding_value(spec: EncodingSpec) -> float:
-    return PADDING_VALUE.get(type(spec), 1.0)

@@ -8,20 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..specs import IdentitySpec
-from .encoding_parts import EncodingParts, ItemGroup
+from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, power_of_two_in
 
 
-def chunk_size(n_dims: int) -> int:
-    """Dims an item: the largest of 8, 4, 2, 1 that divides n_dims."""
-    return next(size for size in (8, 4, 2, 1) if n_dims % size == 0)
-
-
-def make_identity(target, spec: IdentitySpec, memory, *, first_column: int, table_gradient: bool, input_gradient: bool):
+def make_identity(target, spec: IdentitySpec, memory, *, table_gradient: bool, input_gradient: bool) -> EncodingParts:
     """The parts of an identity encoding; it has no table."""
-    u32, map_values, unroll = target.u32, target.map_fragment, target.unroll_full
-    size = chunk_size(spec.n_input_dims)
-    chunk = size if first_column % size == 0 else 1
-    read_inputs, put, get = memory.make_read_inputs(chunk), memory.make_put(chunk), memory.make_get(chunk)
+    u32, map_values, unroll, n_dims = target.u32, target.map_fragment, target.unroll_full, spec.n_input_dims
+    chunk = power_of_two_in(n_dims)
+    put, get = memory.make_put(chunk), memory.make_get(chunk)
     scale, offset = np.float32(spec.scale), np.float32(spec.offset)
 
     def transform(x):
@@ -32,16 +26,30 @@ def make_identity(target, spec: IdentitySpec, memory, *, first_column: int, tabl
 
     transform, transform_back = target.scalar(transform), target.scalar(transform_back)
 
-    def encode(item, x, x_stride, row, table, place):
-        dim = u32(item * chunk)
-        put(place, u32(first_column + dim), map_values(transform, read_inputs(x, x_stride, row, dim)))
+    def make_features(n_values: int):
+        read_inputs = memory.make_read_inputs(n_values)
 
-    def backward(item, x, x_stride, row, table, gradient, place, live, dx):
-        if input_gradient:
-            values = map_values(transform_back, get(place, u32(first_column + item * chunk)), live)
-            for i in range(chunk):
-                unroll()
-                dx[i] = dx[i] + values[i]
+        def features(at, column):
+            return map_values(transform, read_inputs(at, column))
 
-    group = ItemGroup(0, spec.n_input_dims // chunk, target.device(encode), target.device(backward))
-    return EncodingParts(spec.n_input_dims, by_sample=False, groups=(group,), input_dims_per_item=chunk)
+        return target.device(features)
+
+    chunk_features = make_features(chunk)
+
+    def encode(item, at):
+        dim = u32(item * u32(chunk))
+        put(at, dim, chunk_features(at, dim))
+
+    encode = ItemGroup(0, n_dims // chunk, target.device(encode), by_sample=False)
+    if not input_gradient:
+        return EncodingParts((encode,), (), chunk, make_features)
+
+    def backward(item, at, gradient, live, dx):
+        values = map_values(transform_back, get(at, u32(item * u32(chunk))), live)
+        for i in range(chunk):
+            unroll()
+            dx[i] = dx[i] + values[i]
+
+    backward = ItemGroup(0, n_dims // chunk, target.device(backward), by_sample=False)
+    part = BackwardPart((backward,), memory.first_dim, n_dims, dims_per_item=chunk)
+    return EncodingParts((encode,), (part,), chunk, make_features)

@@ -6,23 +6,48 @@ the kernels' one. Anything with the same methods will do: registers for embeddin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from .encoding_parts import power_of_two_in
 from .fragments import Target, make_sum, make_zeros
 from .tiles import make_get, make_put
+
+X, X_STRIDE, ROW, TABLE, PLACE = range(5)
+"""`at`: address and row stride (bytes) of the inputs, row of the batch, addresses of the table and the tile's row."""
 
 
 @dataclass(frozen=True)
 class RowMemory:
     """Inputs x [batch, n_input_dims] in global memory as `input_dtype`, float16 tables, features in rows of a tile.
 
-    aligned   whether x and its rows start at multiples of 16 bytes, so that chunks of 8 can be loaded at once
+    aligned           whether x and its rows start at multiples of 16 bytes, so that chunks of 8 can be loaded at once
+    first_dim, first_column, first_parameter   where the inputs, features and parameters of the encoding begin
+    factors           (make_factor, first_column): what gradients are multiplied by as they are read.
+                      make_factor(n, multiple) -> factor(at, column) -> n float32, those of the columns from
+                      first_column + column on, column a multiple of `multiple`
     """
 
     target: Target
     input_dtype: str
     aligned: bool
+    first_dim: int = 0
+    first_column: int = 0
+    first_parameter: int = 0
+    factors: tuple[tuple[Callable, int], ...] = ()
+
+    def part(self, first_dim: int, first_column: int, first_parameter: int) -> RowMemory:
+        """The memory of a child that begins there."""
+        return dataclasses.replace(
+            self, first_dim=self.first_dim + first_dim, first_column=self.first_column + first_column,
+            first_parameter=self.first_parameter + first_parameter,
+        )  # fmt: skip
+
+    def times(self, make_factor: Callable) -> RowMemory:
+        """This memory, the gradients read from it multiplied."""
+        return dataclasses.replace(self, factors=(*self.factors, (make_factor, self.first_column)))
 
     @property
     def _input(self) -> tuple[str, int]:
@@ -30,35 +55,91 @@ class RowMemory:
 
     @property
     def read_input(self):
-        """read_input(x, x_stride, row, dim) -> float32."""
-        return _make_read_input(self.target, *self._input)
+        """read_input(at, dim) -> float32."""
+        read = self.make_read_inputs(1)
+
+        def read_input(at, dim):
+            return read(at, dim)[0]
+
+        return self.target.device(read_input)
 
     @property
     def floor_to_int(self):
         return _make_floor_to_int(self.target)
 
+    def make_floors(self, count: int):
+        """floors(values) -> each one's `floor_to_int`, a tuple."""
+        return _make_floors(self.target, count)
+
     def make_read_inputs(self, count: int):
-        """read(x, x_stride, row, first_dim) -> `count` float32 of a row."""
-        return _make_read_inputs(self.target, *self._input, count, self.aligned)
+        """read(at, dim) -> `count` float32 of a row, from `dim`, a multiple of `count`, on."""
+        aligned = self.aligned and self.first_dim % count == 0
+        read, first, u32 = _make_read_inputs(self.target, *self._input, count, aligned), self.first_dim, self.target.u32
+
+        def read_inputs(at, dim):
+            return read(at[X], at[X_STRIDE], at[ROW], u32(dim + u32(first)))
+
+        return self.target.device(read_inputs)
 
     def make_read_entry(self, n_features: int):
-        """read(table, index) -> the entry's features as float32."""
-        return _make_read_entry(self.target, n_features)
+        """read(at, index) -> the entry's features as float32."""
+        read = _make_read_entry(self.target, n_features, self.first_parameter)
+
+        def read_entry(at, index):
+            return read(at[TABLE], index)
+
+        return self.target.device(read_entry)
 
     def make_add_entry(self, n_features: int):
         """add(table_gradient, index, values): float32 reduction."""
-        return _make_add_entry(self.target, n_features)
+        return _make_add_entry(self.target, n_features, self.first_parameter)
 
     def make_add_entries(self, n_features: int):
         """add(table_gradient, index, other, values, other_values): two entries, in one reduction where they are
         neighbours."""
-        return _make_add_entries(self.target, n_features)
+        return _make_add_entries(self.target, n_features, self.first_parameter)
 
-    def make_put(self, n_values: int):
-        return make_put(self.target, n_values)
+    def make_put(self, n_values: int, multiple: int | None = None):
+        """put(at, column, values): features to columns of a row; column a multiple of `multiple`, by default n."""
+        alignment, first = power_of_two_in(multiple or n_values, self.first_column), self.first_column
+        put, u32 = make_put(self.target, n_values, alignment), self.target.u32
 
-    def make_get(self, n_values: int):
-        return make_get(self.target, n_values)
+        def put_features(at, column, values):
+            put(at[PLACE], u32(column + u32(first)), values)
+
+        return self.target.device(put_features)
+
+    def make_get(self, n_values: int, multiple: int | None = None):
+        """get(at, column) -> gradients of n features, times the factors."""
+        multiple = multiple or n_values
+        alignment, first = power_of_two_in(multiple, self.first_column), self.first_column
+        get, u32 = make_get(self.target, n_values, alignment), self.target.u32
+
+        def get_gradient(at, column):
+            return get(at[PLACE], u32(column + u32(first)))
+
+        get_gradient = self.target.device(get_gradient)
+        for make_factor, first_of_factor in self.factors:
+            get_gradient = self._times_factor(get_gradient, make_factor, n_values, multiple, first - first_of_factor)
+        return get_gradient
+
+    def _times_factor(self, get: Callable, make_factor: Callable, n_values: int, multiple: int, shift: int):
+        factor = make_factor(n_values, power_of_two_in(multiple, shift))
+        map_values, u32 = self.target.map_fragment, self.target.u32
+
+        def multiply(a, b):
+            return a * b
+
+        multiply = self.target.scalar(multiply)
+
+        def get_product(at, column):
+            return map_values(multiply, get(at, column), factor(at, u32(column + u32(shift))))
+
+        return self.target.device(get_product)
+
+    def make_constants(self, n_values: int, value: float):
+        """constants() -> n times the value."""
+        return _make_constants(self.target, n_values, value)
 
     def make_zeros(self, n_values: int):
         return make_zeros(self.target, n_values)
@@ -68,13 +149,12 @@ class RowMemory:
 
 
 @functools.cache
-def _make_read_input(target: Target, kind: str, size: int):
-    @target.intrinsic(["u64", "u32", "u32", "u32"], "f32")
-    def read_input(e, x, x_stride, row, dim):
-        value = e.load_global(e.address(e.address_by(x, row, x_stride), dim, size), kind)[0]
-        return e.half_to_float(value) if kind == "u16" else value
+def _make_constants(target: Target, n_values: int, value: float):
+    @target.intrinsic([], ("f32", n_values))
+    def constants(e):
+        return [e.f32(value)] * n_values
 
-    return read_input
+    return constants
 
 
 @functools.cache
@@ -94,6 +174,15 @@ def _make_read_inputs(target: Target, kind: str, size: int, count: int, aligned:
 
 
 @functools.cache
+def _make_floors(target: Target, count: int):
+    @target.intrinsic([("f32", count)], ("u32", count))
+    def floors(e, values):
+        return [e.floor_to_int(value) for value in values]
+
+    return floors
+
+
+@functools.cache
 def _make_floor_to_int(target: Target):
     @target.intrinsic(["f32"], "u32")
     def floor_to_int(e, value):
@@ -103,43 +192,50 @@ def _make_floor_to_int(target: Target):
 
 
 @functools.cache
-def _make_read_entry(target: Target, n_features: int):
+def _make_read_entry(target: Target, n_features: int, first: int):
+    """`first`: elements before the table. Where it is no multiple of n_features, loads are narrower."""
+    width = power_of_two_in(n_features, first)
+
     @target.intrinsic(["u64", "u32"], ("f32", n_features))
     def read_entry(e, table, index):
-        address = e.address(table, index, 2 * n_features)
-        if n_features == 1:
-            return [e.half_to_float(e.load_global(address, "u16")[0])]
-        words = e.load_global(address, "u32", n_features // 2)
+        address = e.address(table, index, 2 * n_features, 2 * first)
+        if width == 1:
+            return [e.half_to_float(e.load_global(address, "u16", 1, 2 * i)[0]) for i in range(n_features)]
+        words = [w for i in range(0, n_features, width) for w in e.load_global(address, "u32", width // 2, 2 * i)]
         return [value for word in words for value in e.unpack_half2(word)]
 
     return read_entry
 
 
 @functools.cache
-def _make_add_entry(target: Target, n_features: int):
+def _make_add_entry(target: Target, n_features: int, first: int):
+    width = min(4, power_of_two_in(n_features, first))
+
     @target.intrinsic(["u64", "u32", ("f32", n_features)], "void")
     def add_entry(e, table_gradient, index, values):
-        address = e.address(table_gradient, index, 4 * n_features)
-        for i in range(0, n_features, 4):
-            e.add_global(address, values[i : i + 4], 4 * i)
+        address = e.address(table_gradient, index, 4 * n_features, 4 * first)
+        for i in range(0, n_features, width):
+            e.add_global(address, values[i : i + width], 4 * i)
 
     return add_entry
 
 
 @functools.cache
-def _make_add_entries(target: Target, n_features: int):
+def _make_add_entries(target: Target, n_features: int, first: int):
     """Entries 2 i and 2 i + 1 of up to two features lie in 16 aligned bytes: one reduction instead of two."""
+    width = min(4, power_of_two_in(2 * n_features, first))
 
     @target.intrinsic(["u64", "u32", "u32", ("f32", n_features), ("f32", n_features)], "void")
     def add_entries(e, table_gradient, index, other, values, other_values):
         def add(place, numbers):
-            for i in range(0, len(numbers), 4):
-                e.add_global(place, numbers[i : i + 4], 4 * i)
+            step = min(width, len(numbers))
+            for i in range(0, len(numbers), step):
+                e.add_global(place, numbers[i : i + step], 4 * i)
 
         def address(i):
-            return e.address(table_gradient, i, 4 * n_features)
+            return e.address(table_gradient, i, 4 * n_features, 4 * first)
 
-        if n_features > 2 or e.cc < 90:
+        if 2 * n_features > width or e.cc < 90:
             add(address(index), values)
             add(address(other), other_values)
             return

@@ -111,42 +111,52 @@ def make_row_address(target: Target, tile: Tile):
     return row_address
 
 
+def _accesses(n_values: int, alignment: int) -> list[tuple[int, int]]:
+    """(first, count): n values from a multiple of `alignment` on, in aligned accesses of 8, 4, 2 or 1 values."""
+    accesses, first = [], 0
+    while first < n_values:
+        fits = (c for c in (8, 4, 2, 1) if c <= n_values - first and first % c == 0 and alignment % c == 0)
+        accesses.append((first, next(fits)))
+        first += accesses[-1][1]
+    return accesses
+
+
 @functools.cache
-def make_put(target: Target, n_values: int):
-    """put(row_address, column, values): n float32 values to float16 columns of a row; column a multiple of n."""
-    if n_values == 1:
-
-        @target.intrinsic(["u32", "u32", ("f32", 1)], "void")
-        def put(e, row, column, values):
-            e.store_shared(e.add(row, e.shl(column, 1)), "u16", [e.float_to_half(values[0])])
-
-        return put
+def make_put(target: Target, n_values: int, alignment: int | None = None):
+    """put(row_address, column, values): n float32 values to float16 columns of a row; column a multiple of `alignment`,
+    by default n."""
+    accesses = _accesses(n_values, alignment or n_values)
 
     @target.intrinsic(["u32", "u32", ("f32", n_values)], "void")
-    def put_pairs(e, row, column, values):
-        words = [e.pack_half2(values[i], values[i + 1]) for i in range(0, n_values, 2)]
-        e.store_shared(e.add(row, e.shl(column, 1)), "u32", words)
+    def put(e, row, column, values):
+        address = e.add(row, e.shl(column, 1))
+        for first, count in accesses:
+            if count == 1:
+                e.store_shared(address, "u16", [e.float_to_half(values[first])], HALF * first)
+            else:
+                words = [e.pack_half2(values[i], values[i + 1]) for i in range(first, first + count, 2)]
+                e.store_shared(address, "u32", words, HALF * first)
 
-    return put_pairs
+    return put
 
 
 @functools.cache
-def make_get(target: Target, n_values: int):
-    """get(row_address, column) -> n float32 values of a row."""
-    if n_values == 1:
-
-        @target.intrinsic(["u32", "u32"], ("f32", 1))
-        def get(e, row, column):
-            return [e.half_to_float(e.load_shared(e.add(row, e.shl(column, 1)), "u16")[0])]
-
-        return get
+def make_get(target: Target, n_values: int, alignment: int | None = None):
+    """get(row_address, column) -> n float32 values of a row; column a multiple of `alignment`, by default n."""
+    accesses = _accesses(n_values, alignment or n_values)
 
     @target.intrinsic(["u32", "u32"], ("f32", n_values))
-    def get_pairs(e, row, column):
-        words = e.load_shared(e.add(row, e.shl(column, 1)), "u32", n_values // 2)
-        return [value for word in words for value in e.unpack_half2(word)]
+    def get(e, row, column):
+        address, values = e.add(row, e.shl(column, 1)), []
+        for first, count in accesses:
+            if count == 1:
+                values.append(e.half_to_float(e.load_shared(address, "u16", 1, HALF * first)[0]))
+            else:
+                words = e.load_shared(address, "u32", count // 2, HALF * first)
+                values += [value for word in words for value in e.unpack_half2(word)]
+        return values
 
-    return get_pairs
+    return get
 
 
 @functools.cache

@@ -1,0 +1,73 @@
+"""Encodings without parameters that treat the input dimensions alike and apart (mirror of reference/per_dimension.py):
+y_{iK+k} = f_k(x_i), k < K, and dL/dx_i = sum over k of dL/dy_{iK+k} f'_k(x_i).
+
+Forward, an item is a chunk of up to 8 features of one dimension, so that lanes write consecutive words of a row;
+backward it is a dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, make_divide
+
+
+def make_per_dimension(
+    target,
+    memory,
+    *,
+    n_dims: int,
+    per_dim: int,
+    chunk: int,
+    make_values: Callable[[int], Callable],
+    make_slopes: Callable[[int], Callable],
+    input_gradient: bool,
+) -> EncodingParts:
+    """The parts of such an encoding.
+
+    per_dim       K
+    chunk         features an item, a power of two that divides K
+    make_values   make_values(n) -> values(x, k) -> f_k ... f_{k+n-1} at x; n a power of two up to `chunk`, k a multiple
+    make_slopes   as make_values, of f'
+    """
+    u32, f32, map_values = target.u32, target.f32, target.map_fragment
+    read_input, divide = memory.read_input, make_divide(target, per_dim)
+    put, get, add = memory.make_put(chunk), memory.make_get(chunk), memory.make_sum(chunk)
+
+    def make_features(n_values: int) -> Callable:
+        values = make_values(n_values)
+
+        def features(at, column):
+            place = divide(column)
+            return values(read_input(at, place[0]), place[1])
+
+        return target.device(features)
+
+    chunk_features = make_features(chunk)
+
+    def encode(item, at):
+        column = u32(item * u32(chunk))
+        put(at, column, chunk_features(at, column))
+
+    encode = ItemGroup(0, n_dims * per_dim // chunk, target.device(encode), by_sample=False)
+    if not input_gradient:
+        return EncodingParts((encode,), (), chunk, make_features)
+    slopes, n_chunks = make_slopes(chunk), per_dim // chunk
+
+    def multiply(a, b):
+        return a * b
+
+    multiply = target.scalar(multiply)
+
+    def backward(item, at, gradient, live, dx):
+        x = read_input(at, item)
+        total = f32(0)
+        for i in range(n_chunks):
+            k = u32(i * chunk)
+            dy = get(at, u32(u32(item * u32(per_dim)) + k))
+            total = total + add(map_values(multiply, dy, slopes(x, k)))
+        dx[0] = dx[0] + total * live
+
+    backward = ItemGroup(0, n_dims, target.device(backward), by_sample=False)
+    part = BackwardPart((backward,), memory.first_dim, n_dims, dims_per_item=1)
+    return EncodingParts((encode,), (part,), chunk, make_features)
