@@ -18,7 +18,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from numba_tcnn.reference import Model
-from numba_tcnn.specs import GridSpec, LossSpec, ModelSpec, NetworkSpec
+from numba_tcnn.specs import GridSpec, LossSpec, ModelSpec, NetworkSpec, SphericalHarmonicsSpec
 
 
 @settings(deadline=None, max_examples=400)
@@ -41,8 +41,14 @@ def test_external_gradients(spec: ModelSpec, seed: int) -> None:
 DIFFERENTIABLE_LOSSES = ("L1", "L2", "Mape", "CrossEntropy", "Variance")  # those whose weight does not depend on p
 
 
+PREDICTIONS_OF_THOUSANDS = ModelSpec(
+    3, 2, SphericalHarmonicsSpec(3, degree=5), NetworkSpec("CutlassMLP", hidden=(), output_activation="Exponential"), 32
+)
+
+
 @settings(deadline=None, max_examples=40)
 @given(models(), st.sampled_from(DIFFERENTIABLE_LOSSES), st.booleans(), st.integers(0, 2**32 - 1))
+@example(PREDICTIONS_OF_THOUSANDS, "L2", False, 0)
 def test_losses_through_the_model(spec: ModelSpec, otype: str, with_density: bool, seed: int) -> None:
     assume(spec.network is not None)
     if otype in ("CrossEntropy", "Variance"):  # they need positive predictions
@@ -52,7 +58,9 @@ def test_losses_through_the_model(spec: ModelSpec, otype: str, with_density: boo
     model, loss = Model(spec, params, "float64"), LossSpec(otype)
     assume(well_conditioned(model, x))
     prediction = model.forward(x)
-    target = prediction + random.choice([-1, 1], prediction.shape) * random.uniform(0.1, 1, prediction.shape)
+    # as far from the prediction as that is large: L2's third derivative grows as p², its gradient as p times the error
+    distance = random.uniform(0.1, 1, prediction.shape) * np.maximum(np.abs(prediction), 1)
+    target = prediction + random.choice([-1, 1], prediction.shape) * distance
     density = random.uniform(0.5, 2, target.shape) if with_density else None
     if otype in ("CrossEntropy", "Variance"):
         target = np.abs(target)
