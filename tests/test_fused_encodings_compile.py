@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_fused_compile import check, compiler_for, needs_toolkit, ptx_of  # noqa: F401: a fixture
+from test_fused_compile import check, compiler_for, needs_toolkit, ptx_of  # noqa: F401
 from test_fused_encodings import CONCATENATIONS, REDUCTIONS, composite
 
 from numba_tcnn.config import parse_model
