@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -60,15 +61,25 @@ def numpy_dtype(torch_dtype: Any) -> np.dtype:
 def describe_interface(x: Any, device: int | None) -> Description:
     """Description from `__cuda_array_interface__` (version 3: strides None means C order, stream None means ready)."""
     interface = x.__cuda_array_interface__
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    strides = None if interface.get("strides") is None else tuple(interface["strides"])
+    if strides is not None and in_c_order(shape, strides, dtype.itemsize):
+        strides = None
     return Description(
-        shape=tuple(interface["shape"]),
-        dtype=np.dtype(interface["typestr"]),
-        strides=None if interface.get("strides") is None else tuple(interface["strides"]),
+        shape=shape,
+        dtype=dtype,
+        strides=strides,
         pointer=interface["data"][0] or 0,
         on_device=True,
         device=device,
         stream=interface.get("stream"),
     )
+
+
+def in_c_order(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> bool:
+    """Whether these strides, in bytes, are those of a C-contiguous array; those of axes of length 1 don't matter."""
+    steps = [item_size * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, strides, steps, strict=True))
 
 
 class NumpyArrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from .engines import EngineUnavailable
 PROGRAM = "numba-tcnn"
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_UNREAD = 141  # 128 + SIGPIPE
 
 OVERVIEW = f"""usage: {PROGRAM} COMMAND [options]
 
@@ -48,14 +50,17 @@ because they, or others of their plan, spill ("taken": false).
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Run the command line and return its exit code: 0, 2 for what the user can put right, 130 for Ctrl-C,
+    141 where the reader of the output has gone (`numba-tcnn doctor | head -1`)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = f"{PROGRAM} {arguments[0]}" if arguments and arguments[0] in COMMANDS else PROGRAM
     try:
         with warnings.catch_warnings():
             warnings.showwarning = one_line_warnings(command)
             warnings.simplefilter("always", JitFusionWarning)
-            return dispatch(arguments)
+            exit_code = dispatch(arguments)
+            sys.stdout.flush()
+            return exit_code
     except (CommandError, ConfigError) as error:
         print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -69,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would raise again
+        return EXIT_UNREAD
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -9,8 +9,8 @@ points, several a pixel), keeps it in device memory and hands its batches out in
 
 from __future__ import annotations
 
-import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -112,8 +112,11 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"--out {folder} can't be made a folder: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise CommandError(f"--out {folder} is a folder that you may not write to; choose another")
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # what permissions alone don't tell: a full or strange file system
+            pass
+    except OSError as error:
+        raise CommandError(f"--out {folder} can't be written to: {error.strerror}; choose another") from error
 
 
 class BatchSource:

@@ -316,6 +316,8 @@ class Module(NotPickled):
 
     def _inputs_of(self, context: Context) -> ArrayView:
         """The inputs that a context stands for, if the parameters still are those of its forward pass."""
+        if not isinstance(context, Context):
+            raise TypeError(f"context must be what forward() returned second, not {type(context).__name__}")
         if context.module is not self:
             raise ValueError("the context comes from another module's forward()")
         if context.parameters_version != self.engine.parameters_version:

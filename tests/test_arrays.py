@@ -29,6 +29,23 @@ def test_device_arrays_are_recognised_and_described(kind):
     np.testing.assert_array_equal(v.numpy(), HOST)
 
 
+def test_strides_of_c_order_may_be_spelled_out():
+    """As the CUDA array interface allows; those of an axis of length 1 can be anything."""
+
+    class Spelled(FAKES["cuda"]):
+        strides = (12, 4)
+
+        @property
+        def __cuda_array_interface__(self):
+            return super().__cuda_array_interface__ | {"strides": self.strides}
+
+    assert view(Spelled(HOST.copy())).strides is None
+    row, transposed = Spelled(HOST[:1].copy()), Spelled(np.asfortranarray(HOST[:3]))
+    row.strides, transposed.strides = (4, 4), (4, 12)
+    assert view(row).strides is None
+    assert view(transposed).strides == (4, 12)
+
+
 def test_subclasses_count_as_their_library():
     class Parameter(TorchTensor):
         pass

@@ -183,6 +183,28 @@ def test_an_output_folder_that_is_a_file_is_one_line(photo, capsys, nothing_is_m
     assert one_line(capsys).startswith(f"numba-tcnn image: --out {photo} can't be made a folder")
 
 
+def test_an_output_folder_that_takes_no_files_is_one_line(photo, tmp_path, capsys, nothing_is_made, monkeypatch):
+    """Also where its permissions say that it does, as on a file system that is full."""
+
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(image.tempfile, "TemporaryFile", no_space)
+    assert cli.main(["image", str(photo), "--out", str(tmp_path / "out")]) == 2
+    assert one_line(capsys).endswith("can't be written to: No space left on device; choose another")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_output_that_nobody_reads_is_no_traceback():
+    """One line that is still buffered when the command ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "numba_tcnn", "--version"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 def test_asking_for_fused_without_a_gpu_is_one_line(photo, config, tmp_path, capsys, monkeypatch):
     engine = FakeFusedEngine("create_runtime", "no NVIDIA device was found", no_device=True)
     monkeypatch.setattr(numba_tcnn.fused, "create_runtime", engine.create_runtime)
@@ -205,7 +227,10 @@ def test_ctrl_c_is_one_line(photo, capsys, monkeypatch):
 def test_ctrl_c_in_mid_training_is_one_line(tmp_path):
     command = [sys.executable, "-m", "numba_tcnn", "image", "--engine", "reference", "--steps", "100000"]
     with subprocess.Popen(
-        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
     ) as process:
         os.read(process.stdout.fileno(), 1)  # the first line is printed when training begins
         time.sleep(1.0)

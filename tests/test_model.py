@@ -318,6 +318,8 @@ def test_a_stale_or_foreign_context_is_refused(rng):
     _, context = model.network.forward(x)
     with pytest.raises(ValueError, match="dL_dy has 3 rows, the context's x has 4"):
         model.network.backward(context, np.ones((3, 3)))
+    with pytest.raises(TypeError, match=r"what forward\(\) returned second, not ndarray"):
+        model.network.backward(*model.network.forward(x))
     with pytest.raises(ValueError, match="another module"):
         make().network.backward(context, np.ones((4, 3)))
     model.trainer.training_step(x, y, run_optimizer=False)
