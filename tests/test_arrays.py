@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fake_arrays import DEVICE, FAKES, STREAM, FusedArray, JaxArray, JaxCpuArray, TorchTensor, install
 
-from numba_tcnn.arrays import batch, empty_like, view
+from numba_tcnn.arrays import HALF_AND_SINGLE, HALF_TO_DOUBLE, batch, empty_like, view
 
 KINDS = sorted(FAKES)
 HOST = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -89,6 +89,16 @@ def test_strided_and_big_endian_host_arrays_become_contiguous_native():
         v = batch(array, "x", 3)
         assert v.strides is None and v.dtype == np.dtype("float32")
         np.testing.assert_array_equal(v.numpy(), array)
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("float16", HALF_AND_SINGLE), ("float64", HALF_TO_DOUBLE)])
+def test_a_copy_keeps_a_dtype_that_is_computed_in(dtype, exact):
+    """A third has more digits in float64 than float32 holds."""
+    values = (np.arange(12).reshape(4, 3) / 3).astype(dtype)
+    for array in (np.asfortranarray(values), values.astype(values.dtype.newbyteorder())):
+        v = batch(array, "x", 3, exact=exact)
+        assert v.strides is None and v.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(v.numpy(), values)
 
 
 @pytest.mark.parametrize("array", [[[0.5, 1.0]], ((1, 2), (3, 4)), TorchTensor(np.ones((2, 2), np.float32), None)])
