@@ -388,13 +388,21 @@ class FusedRuntime:
         return state
 
     def load_optimizer_state(self, state: dict[str, np.ndarray | int | float]) -> None:
-        self.device.use()
-        for name, dtype in STATE_ARRAYS.items():
-            values = np.asarray(state[name], dtype)
+        """Everything is checked before anything is loaded."""
+        needed = {"step", "learning_rate", *STATE_ARRAYS}
+        if set(state) != needed:
+            raise ValueError(f"optimizer state holds {', '.join(state)}; Adam needs {', '.join(sorted(needed))}")
+        arrays = {name: np.asarray(state[name], dtype) for name, dtype in STATE_ARRAYS.items()}
+        for name, values in arrays.items():
             if values.shape != (self.n_params,):
-                raise ValueError(f"{name} has shape {values.shape}, the model has ({self.n_params},) parameters")
+                raise ValueError(
+                    f"optimizer state: {name} has shape {values.shape}, the model needs ({self.n_params},)"
+                )
+        step, learning_rate = int(state["step"]), float(state["learning_rate"])
+        self.device.use()
+        for name, values in arrays.items():
             self._state[name].upload(values, self._last_stream)
-        self.step, self._learning_rate = int(state["step"]), float(state["learning_rate"])
+        self.step, self._learning_rate = step, learning_rate
 
     # ----------------------------------------------------------------------------------------- rest
     def explain(self) -> Explanation:

@@ -6,6 +6,8 @@ one `JitFusionWarning` with the cause and the same call goes on in the reference
 optimizer state. `strict` (implied by `engine="fused"`) raises `EngineUnavailable` instead. Kernels compile at their
 first use, so any call may be the one that finds out.
 
+Threads may share a model: one call at a time is in its runtime.
+
 Second derivatives are an exception: where the fused engine has none, the reference computes that call alone, from the
 current parameters, and the model stays where it is. `explain()` says so.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,6 +84,7 @@ class SelectedEngine:
         self.max_level: float | np.ndarray | None = None
         self._skipped_in_earlier_runtimes = 0
         self._no_fused_second_order = ""  # the reason, once a call has found out
+        self._one_at_a_time = threading.RLock()  # a kernel's packed arguments are set, then launched
         self.runtime, self.reason = self._first_runtime(params)
 
     # -- choosing
@@ -133,18 +137,19 @@ class SelectedEngine:
 
     @jit_fusion.setter
     def jit_fusion(self, wanted: bool) -> None:
-        if bool(wanted) == self.jit_fusion:
-            return
-        if not wanted:
-            self._move(self._reference, "jit_fusion was set to False")
-            return
-        try:
-            self._move(self._fused, "jit_fusion was set to True")
-        except EngineUnavailable as error:
-            if self.options.strictly_fused:
-                raise
-            warn_of_fallback(error)
-            self.reason = str(error)
+        with self._one_at_a_time:
+            if bool(wanted) == self.jit_fusion:
+                return
+            if not wanted:
+                self._move(self._reference, "jit_fusion was set to False")
+                return
+            try:
+                self._move(self._fused, "jit_fusion was set to True")
+            except EngineUnavailable as error:
+                if self.options.strictly_fused:
+                    raise
+                warn_of_fallback(error)
+                self.reason = str(error)
 
     def _move(self, create: Callable[[np.ndarray], Runtime], reason: str) -> None:
         """Go on in a new runtime from the same parameters, optimizer state and step counts."""
@@ -159,14 +164,15 @@ class SelectedEngine:
 
     def run(self, operation: Callable[[Runtime], Result]) -> Result:
         """`operation(runtime)`; again in the reference where the fused runtime turns out to be unable to."""
-        try:
+        with self._one_at_a_time:
+            try:
+                return operation(self.runtime)
+            except EngineUnavailable as error:
+                if not self.jit_fusion or self.options.strictly_fused:
+                    raise
+                self._move(self._reference, str(error))
+                warn_of_fallback(error)
             return operation(self.runtime)
-        except EngineUnavailable as error:
-            if not self.jit_fusion or self.options.strictly_fused:
-                raise
-            self._move(self._reference, str(error))
-            warn_of_fallback(error)
-        return operation(self.runtime)
 
     # -- computing; the arguments are those of `engines.Runtime`
 
@@ -261,9 +267,10 @@ class SelectedEngine:
             return runtime.training_step(x.on_host(), _on_host(y), **on_host, run_optimizer=run_optimizer)
 
         self._check_device(x, y, data_pdf, external_gradient)
-        loss = self.run(operation)
-        if run_optimizer:
-            self.parameters_version += 1
+        with self._one_at_a_time:
+            loss = self.run(operation)
+            if run_optimizer:
+                self.parameters_version += 1
         return loss
 
     def _check_device(self, *arrays: ArrayView | None) -> None:
@@ -279,11 +286,13 @@ class SelectedEngine:
     # -- state
 
     def get_params(self) -> np.ndarray:
-        return self.runtime.get_params()
+        with self._one_at_a_time:
+            return self.runtime.get_params()
 
     def set_params(self, params: np.ndarray) -> None:
-        self.runtime.set_params(params)
-        self.parameters_version += 1
+        with self._one_at_a_time:
+            self.runtime.set_params(params)
+            self.parameters_version += 1
 
     def restore(self, params: np.ndarray, optimizer_state: dict[str, Any], skipped_steps: int) -> None:
         """Go on from a training that was saved, by this optimizer and with these parameters."""
@@ -307,10 +316,17 @@ class SelectedEngine:
         note = f"backward_backward_input is computed by the reference ({self._no_fused_second_order})"
         return replace(explanation, notes=(*explanation.notes, note))
 
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError(
+            "what a model computes with can't be pickled: a Trainer's optimizer holds it, but its state_dict() "
+            "is plain arrays and numbers"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SelectedEngine:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
+        twin._one_at_a_time = threading.RLock()
         twin.runtime = (self._fused if self.jit_fusion else self._reference)(self.get_params())
         if self.training is not None:
             twin.runtime.configure_training(*self.training)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -453,6 +454,47 @@ def test_everything_is_freed(gpu: EmulatedDriver) -> None:
     runtime.close()
     assert gpu.memory.n_allocations == 0
     assert float(loss) > 0
+
+
+def test_a_state_that_does_not_fit_changes_nothing(gpu: EmulatedDriver, no_reference: None) -> None:
+    """The first of its arrays would fit."""
+    model = make(IDENTITY)
+    model.trainer.training_step(*batch(20))
+    state = model.optimizer.state_dict()
+    other = {name: np.ones_like(value) for name, value in state.items()}
+    for broken, message in (
+        ({}, "optimizer state holds ; Adam needs first_moments, learning_rate, param_steps"),
+        (other | {"averages": 1}, "holds .*, averages; Adam needs"),
+        (other | {"param_steps": np.ones(3)}, r"param_steps has shape \(3,\), the model needs \(\d+,\)"),
+        (other | {"step": "third"}, "invalid literal"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.optimizer.load_state_dict(broken)
+        for name, value in model.optimizer.state_dict().items():
+            np.testing.assert_array_equal(value, state[name])
+
+
+def test_threads_share_a_model(gpu: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
+    """A second thread calls between the moment when a kernel's arguments are set and its launch."""
+    second, launch = threading.Thread(), gpu.cuLaunchKernel
+    interrupting = False
+
+    def interrupted_launch(*arguments: Any) -> tuple:
+        if interrupting and second.ident is None:
+            second.start()
+            second.join(timeout=0.5)  # it waits its turn
+        return launch(*arguments)
+
+    monkeypatch.setattr(gpu, "cuLaunchKernel", interrupted_launch)
+    model = make()
+    inputs = [batch(size, seed=size)[0] for size in (20, 30)]
+    expected, given = [model.network.inference(x) for x in inputs], {}
+    second = threading.Thread(target=lambda: given.update({1: model.network.inference(inputs[1])}))
+    interrupting = True
+    given[0] = model.network.inference(inputs[0])
+    second.join(timeout=60)
+    for i in range(2):
+        np.testing.assert_array_equal(given[i], expected[i])
 
 
 def test_out_of_memory_leaves_the_model_usable(gpu: EmulatedDriver, no_reference: None) -> None:

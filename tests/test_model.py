@@ -368,6 +368,14 @@ def test_pickling_says_what_to_do_instead(part):
         pickle.dumps(target)
 
 
+def test_pickling_an_optimizer_that_trains_says_what_to_do_instead():
+    """It would take the runtime with it, and on a GPU the addresses of its memory."""
+    model = make()
+    with pytest.raises(TypeError, match=r"its state_dict\(\) is plain arrays"):
+        pickle.dumps(model.optimizer)
+    pickle.loads(pickle.dumps(model.optimizer.state_dict()))
+
+
 def test_explain_says_which_engine_and_why():
     model = make()
     text = str(model.explain())
