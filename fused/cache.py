@@ -105,9 +105,9 @@ def toolchain_versions() -> tuple[str, ...]:
 
 @functools.cache
 def source_hash() -> str:
-    """Hash of every source file of this package, and of the two outside it that kernels are made from."""
+    """Hash of every source file of this package, and of the three outside it that kernels are made from."""
     here = Path(__file__).parent
-    outside = [Path(sys.modules[f"numba_tcnn.{name}"].__file__) for name in ("layout", "specs")]
+    outside = [Path(sys.modules[f"numba_tcnn.{name}"].__file__) for name in ("initial_values", "layout", "specs")]
     digest = hashlib.sha256()
     for path in [*sorted(here.glob("*.py")), *outside]:
         content = path.read_bytes()

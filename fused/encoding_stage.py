@@ -78,13 +78,38 @@ def _make_encode_group(target: Target, plan: KernelPlan, group: ItemGroup) -> Ca
     row_address = make_row_address(target, plan.x)
     u32, unroll = target.u32, target.unroll_by_2
 
+    def take_turn(base, io, first_row, turn):
+        item, row, place_row, live, lead = locate(turn, first_row, io[BATCH])
+        work(item, (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row)))
+
+    take_turn = target.device(take_turn)
+
+    if group.by_sample:
+        return _two_turns_at_a_time(target, turns, take_turn)
+
     def encode_group(base, io, first_row):
         for turn in range(turns):
             unroll()
-            item, row, place_row, live, lead = locate(u32(turn), first_row, io[BATCH])
-            work(item, (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row)))
+            take_turn(base, io, first_row, u32(turn))
 
     return target.device(encode_group)
+
+
+def _two_turns_at_a_time(target: Target, turns: int, take_turn: Callable) -> Callable:
+    """all_turns(a, b, c) calls take_turn(a, b, c, turn), in pairs so that the gathers of one hide those of the other.
+
+    Written out, as LLVM forgets the hint of a loop where it unrolls loops inside of it.
+    """
+    u32 = target.u32
+
+    def all_turns(a, b, c):
+        for pair in range(turns // 2):
+            take_turn(a, b, c, u32(2 * pair))
+            take_turn(a, b, c, u32(2 * pair + 1))
+        if turns % 2:
+            take_turn(a, b, c, u32(turns - 1))
+
+    return target.device(all_turns)
 
 
 def _make_division(target: Target, plan: KernelPlan, group: ItemGroup):
@@ -244,7 +269,7 @@ def _make_backward_part(
 def _make_backward_by_sample(
     target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool
 ) -> Callable:
-    u32, f32, unroll, unroll_2 = target.u32, target.f32, target.unroll_full, target.unroll_by_2
+    u32, f32, unroll = target.u32, target.f32, target.unroll_full
     spaces, np_f32, n_dims, first_dim, rows = target.memory_spaces, np.float32, part.n_dims, part.first_dim, plan.rows
     row_address = make_row_address(target, plan.dx)
     store, result_scale = _make_store_input_gradient(target, adds), make_read_scale(target, 1)
@@ -257,12 +282,16 @@ def _make_backward_by_sample(
         work = group.work
         turns, locate = _make_division(target, plan, group)
 
+        def take_turn(io, place, dx, turn):
+            base, first_row = place
+            item, row, place_row, live, lead = locate(turn, first_row, io[BATCH])
+            at = (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row))
+            work(item, at, io[TABLE_GRADIENT], live, dx)
+
+        all_turns = _two_turns_at_a_time(target, turns, target.device(take_turn))
+
         def backward_group(base, io, first_row, dx):
-            for turn in range(turns):
-                unroll_2()
-                item, row, place_row, live, lead = locate(u32(turn), first_row, io[BATCH])
-                at = (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row))
-                work(item, at, io[TABLE_GRADIENT], live, dx)
+            all_turns(io, (base, first_row), dx)
 
         return target.device(backward_group)
 
