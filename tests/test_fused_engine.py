@@ -352,6 +352,18 @@ def test_gradients_accumulate(gpu: EmulatedDriver, no_reference: None) -> None:
     np.testing.assert_allclose(total, sum(parts), rtol=1e-4, atol=1e-6)  # of float32 sums in another order
 
 
+def test_gradients_accumulate_on_what_the_array_holds(gpu: EmulatedDriver, no_reference: None) -> None:
+    """Clipped by its owner meanwhile, on the host."""
+    model = make(IDENTITY)
+    x, g = batch(20)
+    _, context = model.network.forward(x)
+    total = model.network.backward(context, g).params
+    once = total.copy()
+    total *= 0.5
+    assert model.network.backward(context, g, parameters="accumulate").params is total
+    np.testing.assert_allclose(total, 1.5 * once, rtol=1e-6)  # a rounding of the sum
+
+
 def test_training_between_forward_and_backward_is_refused(gpu: EmulatedDriver) -> None:
     model = make()
     x, y = batch(20)
@@ -549,17 +561,20 @@ def test_a_failed_launch_names_the_kernel(gpu: EmulatedDriver) -> None:
 
 def test_streams(gpu: EmulatedDriver, no_reference: None) -> None:
     """Work on three streams in turn equals that on one: nothing is read before it is written, although here every
-    stream stands still until somebody waits for it."""
-    x, y = (to_device(a) for a in batch(70))
+    stream stands still until somebody waits for it. (Whatever frees memory waits for all: nothing may be freed.)"""
+    batches = [[to_device(a) for a in batch(70, seed)] for seed in range(6)]
+    x = batches[0][0]
     results = []
     for streams in ((0,), (7, 9, 0)):
         model = make()
-        for i in range(6):
-            stream = streams[i % len(streams)]
-            loss = model.trainer.training_step(x, y, stream=stream)
-            out = model.network.inference(x, stream=streams[(i + 1) % len(streams)])
+        outs = [to_device(np.empty((70, 3), np.float32)) for _ in batches]
+        losses = []
+        for i, given in enumerate(batches):
+            losses.append(model.trainer.training_step(*given, stream=streams[i % len(streams)]))
+            model.network.inference(x, out=outs[i], stream=streams[(i + 1) % len(streams)])
+        assert gpu._queues[streams[0]], "somebody has waited"
         gpu.run_everything()
-        results.append((float(loss), out.numpy(), model.params))
+        results.append([*map(float, losses), *(out.numpy() for out in outs), model.params])
     assert {stream for _, _, stream in gpu.launches} == {0, 7, 9}
     for one, several in zip(*results, strict=True):
         np.testing.assert_array_equal(one, several)
