@@ -57,14 +57,16 @@ MAX_UNROLLED_DIMS = 4
 
 
 def make_grid(target, spec: GridSpec, memory, *, table_gradient: bool, input_gradient: bool) -> EncodingParts:
-    """The parts of a grid; an item is a level. Up to 4 dimensions its code is that of all 2^D corners, above a loop.
+    """The parts of a grid; an item is a level. Its code is that of all 2^D corners up to 4 dimensions, and a loop above and
+    for the long hash Rng.
 
     memory           where its numbers come from and go to (`sinks.RowMemory`)
     table_gradient, input_gradient   what backward shall compute
     """
     n_dims, n_features, n_corners = spec.n_input_dims, spec.n_features_per_level, 1 << spec.n_input_dims
     u32, f32, unroll, map_values = target.u32, target.f32, target.unroll_full, target.map_fragment
-    unroll_corners = unroll if n_dims <= MAX_UNROLLED_DIMS else target.unroll_by_2
+    unrolled = n_dims <= MAX_UNROLLED_DIMS and spec.hash != "Rng"
+    unroll_corners = unroll if unrolled else target.unroll_by_2
     spaces = target.memory_spaces
     np_u32, np_f32 = np.uint32, np.float32
     levels = grid_levels(spec)
