@@ -57,8 +57,8 @@ MAX_UNROLLED_DIMS = 4
 
 
 def make_grid(target, spec: GridSpec, memory, *, table_gradient: bool, input_gradient: bool) -> EncodingParts:
-    """The parts of a grid; an item is a level. Its code is that of all 2^D corners up to 4 dimensions, and a loop above and
-    for the long hash Rng.
+    """The parts of a grid; an item is a level. Its code is that of all 2^D corners, a loop in more than 4
+    dimensions and for the long hash Rng.
 
     memory           where its numbers come from and go to (`sinks.RowMemory`)
     table_gradient, input_gradient   what backward shall compute
