@@ -53,8 +53,8 @@ from .stage_io import (
 from .tiles import make_barriers, make_indices, make_load_fragment, make_store_fragment
 
 
-def _tile_helpers(target: Target, plan: KernelPlan):
-    """(first tile, rows before this warp's in the batch) as functions of the tile's number."""
+def _make_first_row_of(target: Target, plan: KernelPlan) -> Callable:
+    """first_row_of(tile): the first row of the batch that is this warp's in a tile."""
     _, _, warp_index, *_ = make_indices(target)
     u32, rows, tile_rows = target.u32, plan.rows, plan.tile_rows
 
@@ -72,7 +72,7 @@ def make_inference_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
     encode = make_encode(target, spec, plan, options)
     x_shape = FragmentShape(plan.rows, plan.x.columns)
     load_x = make_load_fragment(target, plan.x, x_shape)
-    first_row_of, u32, n_out = _tile_helpers(target, plan), target.u32, spec.n_output_dims
+    first_row_of, u32, n_out = _make_first_row_of(target, plan), target.u32, spec.n_output_dims
     if spec.network is None:
         store_y, unpack = make_store_matrix(target, x_shape, options.output_dtype), make_unpack(target, x_shape)
 
@@ -111,7 +111,6 @@ def make_single_gradient_kernel(
     shared_base = target.dynamic_shared_base()
     barrier, warp_barrier, _ = make_barriers(target)
     block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
-    n_layers = len(spec.layer_shapes)
     load_all, need = make_load_weights(target, plan, layer_offsets(spec))
     encode = make_encode(target, spec, plan, options)
     load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
@@ -122,7 +121,7 @@ def make_single_gradient_kernel(
     weight_gradients = make_weight_gradients(target, plan.layers)
     write = make_write_partial_sums(target, plan.layers)
     block_sum, store_loss = make_block_sum(target, plan.threads), _make_store_loss(target)
-    first_row_of, u32, f32 = _tile_helpers(target, plan), target.u32, target.f32
+    first_row_of, u32, f32 = _make_first_row_of(target, plan), target.u32, target.f32
     encoding_backward = _make_features_backward(target, spec, plan, options, need)
 
     def gradient(n_tiles, partial_sums, row_bytes, losses, io):
@@ -144,7 +143,6 @@ def make_single_gradient_kernel(
         write(base, accumulators, partial_sums, row_bytes, block_index(), u32(0), io[BAD], io[MARK])
         store_loss(losses, block_index(), block_sum(base, total))
 
-    assert n_layers == len(plan.layers)
     parameters = (
         ("n_tiles", "u32"),
         ("partial_sums", "u64"),
@@ -209,7 +207,7 @@ def make_propagate_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
     block_sum, store_loss = make_block_sum(target, plan.threads), _make_store_loss(target)
     barrier = make_barriers(target)[0]
     encoding_backward = _make_features_backward(target, spec, plan, options, need)
-    first_row_of, u32, f32, warps = _tile_helpers(target, plan), target.u32, target.f32, plan.warps
+    first_row_of, u32, f32, warps = _make_first_row_of(target, plan), target.u32, target.f32, plan.warps
 
     def propagate(n_tiles, losses, io):
         base = shared_base()
@@ -303,7 +301,7 @@ def make_encoding_gradient_kernel(
     load_y, pack = make_load_matrix(target, shape, options.target_dtype), make_pack(target, shape)
     store = make_store_fragment(target, plan.dx, shape)
     encode_backward = make_encode_backward(target, spec, plan, options)
-    first_row_of, u32, n_out = _tile_helpers(target, plan), target.u32, spec.n_output_dims
+    first_row_of, u32, n_out = _make_first_row_of(target, plan), target.u32, spec.n_output_dims
     given_scale, map_values = make_read_scale(target, 0), target.map_fragment
     note_not_finite = make_note_not_finite(target, shape)
 

@@ -109,10 +109,13 @@ def test_training(config: dict, gpu: EmulatedDriver, no_reference: None) -> None
 
 
 def test_training_in_several_kernels(gpu: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
-    """As for networks whose dW does not fit the registers, in chunks of one wave of blocks, the last one shorter."""
+    """As for networks whose dW does not fit the registers, in chunks of one wave of blocks, the last one shorter.
+
+    Two layers of one shape share a kernel's blocks, so they leave fewer rows of partial sums than the others.
+    """
     monkeypatch.setattr(plan, "single_plans", lambda *arguments, **options: [])
     monkeypatch.setattr(gradient_programs, "SAVED_BYTES", 1)
-    config = CONFIG | {"network": {"otype": "FullyFusedMLP", "n_neurons": 32, "n_hidden_layers": 2}}
+    config = CONFIG | {"network": {"otype": "FullyFusedMLP", "n_neurons": 32, "n_hidden_layers": 3}}
     model = make(config)
     twin, start = reference_of(model, config), model.params
     for seed in range(2):
