@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from PIL import Image
 import numba_tcnn
 import numba_tcnn.fused
 from numba_tcnn import cli, image
+from numba_tcnn.photo import bilinear
 
 SMALL_CONFIG = {
     "loss": {"otype": "L2"},
@@ -319,6 +321,29 @@ def test_batches_for_the_gpu_come_from_a_pool_in_turn(monkeypatch, rng):
     assert source.take(1, on_device=True)[0] is source.pool[20 % image.POOL_BATCHES]
     on_host = [source.take(1, on_device=False)[0] for _ in range(2)]
     assert not np.array_equal(on_host[0][0], on_host[1][0])
+
+
+def test_the_progress_bar_measures_at_pixel_centres(rng):
+    photo = rng.random((8, 9, 3), np.float32)
+    probe = image.Probe(photo, seed=0)
+    assert len(np.unique(probe.points, axis=0)) > 20
+    np.testing.assert_allclose(bilinear(photo, probe.points), probe.colours, atol=1e-5)  # rounded weights
+
+
+def test_a_large_picture_is_predicted_in_pieces(monkeypatch):
+    """A network whose colours are the position: rows and columns stay where they are."""
+    monkeypatch.setattr(image, "PREDICTED_ROWS", 20)
+    sizes = []
+
+    class Position:
+        def inference(self, x):
+            sizes.append(len(x))
+            return np.concatenate([x, x[:, :1]], axis=1)
+
+    learned = image.learned_picture(SimpleNamespace(network=Position()), (7, 9, 3))
+    assert sizes == [18, 18, 18, 9]
+    np.testing.assert_array_equal(learned[3, :, 0], (np.arange(9, dtype=np.float32) + 0.5) / np.float32(9))
+    np.testing.assert_array_equal(learned[:, 3, 1], (np.arange(7, dtype=np.float32) + 0.5) / np.float32(7))
 
 
 @pytest.mark.slow

@@ -551,6 +551,12 @@ def test_a_gradient_that_could_not_be_collected_is_forgotten(gpu: EmulatedDriver
     assert_same_training(model, twin, start)
 
 
+def test_a_kernel_of_which_no_block_fits_is_refused(gpu: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "cuOccupancyMaxActiveBlocksPerMultiprocessor", lambda *of: (CUresult.CUDA_SUCCESS, 0))
+    with pytest.raises(EngineUnavailable, match="kernel inference does not fit a multiprocessor"):
+        make().network.inference(batch(20)[0])
+
+
 def test_a_failed_launch_names_the_kernel(gpu: EmulatedDriver) -> None:
     model = make()
     x, y = batch(20)
