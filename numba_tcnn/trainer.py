@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import total_ordering
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,12 @@ from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, cre
 from .perturbation import LogisticNoise
 
 
+@total_ordering
 class LossValue:
     """The loss of one training step, averaged over samples and outputs. Reading it waits for the device, once.
 
-    Read it with `float(loss)`, in a format string, or as an array. It keeps the value of its own step.
+    Read it with `float(loss)`, in a format string, as an array, or by comparing it with a number or another loss. It
+    keeps the value of its own step.
     """
 
     def __init__(self, handle: LossHandle | float):
@@ -38,6 +42,17 @@ class LossValue:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(float(self), dtype or np.float64)
+
+    def __round__(self, n_digits: int | None = None) -> float:
+        return round(float(self), n_digits)
+
+    def __eq__(self, other: object) -> bool:
+        return float(self) == float(other) if isinstance(other, LossValue | Real) else NotImplemented
+
+    def __lt__(self, other: object) -> bool:
+        return float(self) < float(other) if isinstance(other, LossValue | Real) else NotImplemented
+
+    __hash__ = None  # it compares by a value that hashing would have to wait for
 
     def __repr__(self) -> str:
         return f"LossValue({float(self)!r})"

@@ -343,3 +343,12 @@ def test_a_trainers_optimizer_state_goes_on_in_another_model(data):
     for model in (first, second):
         model.trainer.training_step(*data)
     np.testing.assert_array_equal(first.params, second.params)
+
+
+def test_losses_compare_with_numbers_and_with_each_other():
+    first, second = LossValue(0.25), LossValue(0.5)
+    assert first < second and second > 0.3 and first <= 0.25 and first == 0.25 and first != second
+    assert min([second, first]) is first and round(LossValue(0.12345), 2) == 0.12
+    assert first < np.float32(0.3) and (first == "0.25") is False
+    with pytest.raises(TypeError):
+        first < "0.3"  # noqa: B015
