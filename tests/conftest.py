@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from emulated_driver import EmulatedDriver, installed
 
 import numba_tcnn.fused
 import numba_tcnn.reference
@@ -46,6 +48,13 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the reference engine was asked to compute in a test of fused code")
 
     monkeypatch.setattr(numba_tcnn.reference, "create_runtime", refuse)
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fused models run here, their kernels on the emulated driver."""
+    with installed(EmulatedDriver(), monkeypatch):
+        yield
 
 
 @pytest.fixture

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import os
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
 from fake_engine import FakeFusedEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -242,12 +240,6 @@ def test_from_one_engine_to_the_other(monkeypatch, tmp_path):
     for loaded in (there, here):
         assert_same(loaded, model)
     assert train(here, range(3, 6)) == train(there, range(3, 6)) == train(model, range(3, 6))
-
-
-@pytest.fixture
-def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with installed(EmulatedDriver(), monkeypatch):
-        yield
 
 
 def test_the_fused_engine_goes_on_from_device_memory(emulated_gpu, no_reference, tmp_path):

@@ -7,11 +7,9 @@ results in `test_golden_networks.py`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
 from fake_engine import FakeFusedEngine
 from golden_case import relative_error
 
@@ -102,12 +100,6 @@ def test_defect_14_a_fused_forward_with_a_fallback_backward(monkeypatch, rng):
     with warnings.catch_warnings():  # the context survives the move, without another warning
         warnings.simplefilter("error")
         np.testing.assert_array_equal(module.backward(context, dL_dy).input, reference.input)
-
-
-@pytest.fixture
-def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with installed(EmulatedDriver(), monkeypatch):
-        yield
 
 
 @pytest.mark.slow
