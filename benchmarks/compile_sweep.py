@@ -40,7 +40,7 @@ def jobs_of(case: Case) -> list[Job]:
     spec = parse_model(case.n_input_dims, case.n_output_dims, encoding, parts.network)
     optimizer, loss = parse_optimizer(parts.optimizer, n_params=n_params(spec)), parse_loss(parts.loss)
     refuse_model(spec, dtype="float16")
-    refuse_training(optimizer, loss)
+    refuse_training(loss)
     return first_calls(spec, optimizer, loss)
 
 

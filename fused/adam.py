@@ -1,4 +1,4 @@
-"""Adam as a scalar device function (mirror of reference/adam.py; Kingma and Ba 2015, tiny-cuda-nn's variant).
+"""Adam (mirror of reference/adam.py; Kingma and Ba 2015, tiny-cuda-nn's variant).
 
 For a parameter w with gradient g (loss scale and batch size already divided out), moments m and v, and k updates of
 this parameter so far:
@@ -18,6 +18,8 @@ import math
 import numpy as np
 
 from ..specs import AdamSpec
+from .memory_access import make_load, make_store
+from .optimizer_contract import Leaf, Link, Step, no_finish
 
 f32, u32 = np.float32, np.uint32
 LARGEST = np.finfo(np.float32).max
@@ -69,3 +71,52 @@ def make_adam(target, spec: AdamSpec, is_matrix: bool):
         return w, m, v, count
 
     return target.scalar(update)
+
+
+class Adam(Leaf):
+    state_arrays = {"first_moments": np.float32, "second_moments": np.float32, "param_steps": np.uint32}
+    fields = (
+        ("first_moments", "u64"),
+        ("second_moments", "u64"),
+        ("param_steps", "u64"),
+        ("learning_rate", "f32"),
+        ("step", "u32"),
+    )
+
+    def numbers(self, start: int) -> dict[str, int | float]:
+        return {**super().numbers(start), "step": self.current_step}
+
+    @staticmethod
+    def make_step(target, spec: AdamSpec, link: Link, nested: None) -> Step:
+        """Where gradient 0 leaves parameters alone, nothing of them is touched unless one of `count` has another."""
+        count, update, map_values = link.count, make_adam(target, spec, link.is_matrix), target.map_fragment
+        load, load_count = make_load(target, "f32", count), make_load(target, "u32", count)
+        store, store_count = make_store(target, "f32", count), make_store(target, "u32", count)
+        take, leave, u32 = link.take, link.leave, target.u32
+        first, second, ages = (link.place(name) for name in ("first_moments", "second_moments", "param_steps"))
+        rate, step_number = link.place("learning_rate"), link.place("step")
+        skips_zero = spec.skip_zero_grad_non_matrix_params and not link.is_matrix
+
+        @target.intrinsic([("f32", count)], "u32")
+        def any_nonzero(e, g):
+            found = e.u32(0)
+            for value in g:
+                found = e.or_(found, e.and_(e.float_to_bits(value), 0x7FFFFFFF))
+            return e.select(e.equal(found, 0), e.u32(0), e.u32(1))
+
+        def step(index, g, w, ok, run, active, extra):
+            touched = u32(active * ok)
+            if skips_zero:
+                touched = u32(touched * any_nonzero(g))
+            w_old, m_old = take(w, index, touched, extra), load(extra[first], index, touched)
+            v_old, k_old = load(extra[second], index, touched), load_count(extra[ages], index, touched)
+            w_new, m_new, v_new, k_new = map_values(
+                update, g, w_old, m_old, v_old, k_old, extra[rate], extra[step_number]
+            )
+            w_new = leave(w_new, w_old, index, touched, extra)
+            store(extra[first], index, m_new, touched)
+            store(extra[second], index, v_new, touched)
+            store_count(extra[ages], index, k_new, touched)
+            return w_new, w_new
+
+        return Step(target.device(step), no_finish(target), keeps=False)

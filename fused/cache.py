@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MAGIC = b"numba-tcnn kernel 2\n"
+MAGIC = b"numba-tcnn kernel 3\n"
 TOOLCHAIN = (
     "numba-cuda",
     "numba",
@@ -42,6 +42,7 @@ class CompiledKernel:
     registers         a thread's
     spill_bytes       stored for lack of registers, a thread
     local_bytes       local memory of a thread: arrays and spills
+    serialized        whether its wgmma wait for one another
     mma_instructions  matrix products of tensor cores (mma, wgmma)
     vector_loads      loads of two or more elements at once from global memory
     reductions        red and atom on global memory, vectors counted once
@@ -56,6 +57,7 @@ class CompiledKernel:
     mma_instructions: int
     vector_loads: int
     reductions: int
+    serialized: bool = False
     from_cache: bool = False
 
 

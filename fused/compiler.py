@@ -16,6 +16,12 @@ from .target import cuda_target
 MAX_SPILL_BYTES = 64
 """A plan whose kernel spills more gives way to the next candidate."""
 
+WITH_OWN_INSTRUCTIONS = ((9, 0),)
+"""Compute capabilities with instructions of their own, e.g. wgmma: kernels are made for sm_90a."""
+
+SERIALIZED = "C7512"
+"""The assembler's warning that it let each wgmma wait for the one before, mostly for lack of registers."""
+
 INSTRUCTIONS = {
     "mma_instructions": re.compile(r"(?<![\w.])(?:mma|wgmma\.mma_async)\."),
     "vector_loads": re.compile(r"(?<![\w.])ld\.(?:[\w:]+\.)*global\.(?:[\w:]+\.)*v[248]\."),
@@ -70,10 +76,18 @@ def _compile(make_body, capability, threads: int, min_blocks: int, start: float)
     from . import numba_bridge
 
     body = make_body(cuda_target(10 * capability[0] + capability[1]))
+    architecture = (*capability, "a") if capability in WITH_OWN_INSTRUCTIONS else capability
     text, entry = numba_bridge.kernel_to_ptx(
-        body.name, body.function, body.parameters, len(body.own), capability, threads=threads, min_blocks=min_blocks
+        body.name,
+        body.function,
+        body.parameters,
+        len(body.own),
+        architecture,
+        threads=threads,
+        min_blocks=min_blocks,
+        inline=body.inline,
     )
-    cubin, log = assemble(text, capability)
+    cubin, log = assemble(text, architecture)
     return CompiledKernel(
         cubin=cubin,
         entry=entry,
@@ -81,6 +95,7 @@ def _compile(make_body, capability, threads: int, min_blocks: int, start: float)
         spill_bytes=int(_first(r"(\d+) bytes spill stores", log)),
         compile_seconds=time.perf_counter() - start,
         local_bytes=int(_first(r"(\d+) bytes stack frame", log)),
+        serialized=SERIALIZED in log,
         **count_instructions(text),
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..layout import n_encoding_params
 from ..specs import CompositeSpec
+from .arithmetic import make_add, make_multiply
 from .encoding_parts import EncodingParts, ItemGroup, make_padding, make_wide_features, power_of_two_in
 
 
@@ -123,13 +124,7 @@ def _combined(target, reduction: str, children: list[EncodingParts]) -> Encoding
     """Sum or product of the children's features."""
     map_values = target.map_fragment
 
-    def add(a, b):
-        return a + b
-
-    def multiply(a, b):
-        return a * b
-
-    combine = target.scalar({"Sum": add, "Product": multiply}[reduction])
+    combine = {"Sum": make_add, "Product": make_multiply}[reduction](target)
 
     def make_features(n_values: int) -> Callable:
         features = children[0].make_features(n_values)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -78,7 +79,7 @@ class Device:
         count = check(driver.cuDeviceGetCount(), "counting devices")
         if index >= count:
             raise EngineUnavailable(f"there is no CUDA device {index}: this machine has {count}", no_device=count == 0)
-        self.index = index
+        self.index, self.n_devices = index, count
         self.handle = check(driver.cuDeviceGet(index), f"opening device {index}")
         self.context = check(driver.cuDevicePrimaryCtxRetain(self.handle), f"making a context on device {index}")
 
@@ -108,11 +109,50 @@ class Device:
 
     def wait_for(self, other: int, stream: int) -> None:
         """Let `stream` wait for what `other` holds now."""
+        event = Event(self)
+        event.record(other)
+        event.wait(stream)
+        event.free()
+
+    def holds(self, pointer: int) -> bool:
+        """Whether an address is memory of this device, or of all (managed memory)."""
         driver = bindings()
-        event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value), "making an event")
-        check(driver.cuEventRecord(event, other), "recording an event")
-        check(driver.cuStreamWaitEvent(stream, event, 0), "waiting for an event")
-        check(driver.cuEventDestroy(event), "releasing an event")
+        attributes = driver.CUpointer_attribute
+        doing = "asking which device holds an array"
+        if check(driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_IS_MANAGED, pointer), doing):
+            return True
+        ordinal = check(driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer), doing)
+        return int(ordinal) == self.index
+
+
+class Event:
+    """A place in the work of a stream that others can wait for."""
+
+    def __init__(self, owner: Device):
+        driver = bindings()
+        self.device = owner
+        self._event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value), "making an event")
+
+    def record(self, stream: int) -> None:
+        """Stand behind what the stream holds now."""
+        check(bindings().cuEventRecord(self._event, stream), "recording an event")
+
+    def wait(self, stream: int) -> None:
+        """Let `stream` wait for where the event stands now."""
+        check(bindings().cuStreamWaitEvent(stream, self._event, 0), "waiting for an event")
+
+    def free(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            check(bindings().cuEventDestroy(event), "releasing an event")
+
+    def __del__(self):
+        if getattr(self, "_event", None) is not None:
+            try:
+                self.device.use()
+                self.free()
+            except (CudaError, EngineUnavailable, AttributeError, TypeError):
+                pass  # the context or the interpreter is already gone
 
 
 @functools.cache
@@ -122,6 +162,11 @@ def device(index: int) -> Device:
         return Device(index)
     except (CudaError, MemoryError) as error:
         raise EngineUnavailable(str(error)) from error
+
+
+def current_device() -> int:
+    """The number of the device whose context is current in this thread."""
+    return int(check(bindings().cuCtxGetDevice(), "asking for the current device"))
 
 
 class DeviceBuffer:
@@ -134,10 +179,12 @@ class DeviceBuffer:
         self.address = int(check(bindings().cuMemAlloc(max(size, 16)), doing))
 
     def fill_zero(self, stream: int = 0) -> None:
+        _note_other_work()
         check(bindings().cuMemsetD8Async(self.address, 0, self.size, stream), "clearing device memory")
 
     def upload(self, values: np.ndarray, stream: int = 0) -> None:
         """Copy host memory here; the host array may be changed afterwards."""
+        _note_other_work()
         values = np.ascontiguousarray(values)
         check(
             bindings().cuMemcpyHtoDAsync(self.address, values.ctypes.data, values.nbytes, stream), "copying to device"
@@ -146,9 +193,7 @@ class DeviceBuffer:
 
     def download_into(self, values: np.ndarray, stream: int = 0, offset: int = 0) -> None:
         """Fill a C-contiguous host array from byte `offset` of this memory; waits for the stream."""
-        source = self.address + offset
-        call = bindings().cuMemcpyDtoHAsync(values.ctypes.data, source, values.nbytes, stream)
-        check(call, "copying from device")
+        copy_to_host(values, self.address + offset, stream)
         self.device.synchronize(stream)
 
     def download(self, shape, dtype, stream: int = 0) -> np.ndarray:
@@ -159,7 +204,7 @@ class DeviceBuffer:
     def free(self) -> None:
         if self.address:
             address, self.address = self.address, 0
-            with contextlib.suppress(CudaError):  # the context may be gone when the process ends
+            with contextlib.suppress(CudaError, EngineUnavailable):  # the context, or Python, may be gone at the end
                 self.device.use()
                 check(bindings().cuMemFree(address), "freeing device memory")
 
@@ -167,8 +212,24 @@ class DeviceBuffer:
         if getattr(self, "address", 0):
             try:
                 self.free()
-            except (AttributeError, TypeError, ImportError):
+            except (EngineUnavailable, AttributeError, TypeError):
                 pass  # the interpreter is shutting down and has taken the bindings apart
+
+
+def copy_to_host(values: np.ndarray, address: int, stream: int) -> None:
+    """Fill a C-contiguous host array with device memory, as a part of the stream's work."""
+    _note_other_work()
+    call = bindings().cuMemcpyDtoHAsync(values.ctypes.data, address, values.nbytes, stream)
+    check(call, "copying from device")
+
+
+class _Arguments:
+    """The arguments of a launch, 8 bytes each: `values` as integers, `floats` as float32 (number 2 i of argument i)."""
+
+    def __init__(self, storage: np.ndarray):
+        self._pointers = storage.ctypes.data + 8 * np.arange(len(storage), dtype=np.uint64)
+        self.list_address = self._pointers.ctypes.data
+        self.values, self.floats = memoryview(storage), memoryview(storage.view(np.float32))
 
 
 class LoadedKernel:
@@ -195,11 +256,9 @@ class LoadedKernel:
         )
         if self.blocks_per_multiprocessor == 0:
             raise EngineUnavailable(f"kernel {name} does not fit a multiprocessor")
-        storage = np.zeros(len(parameters), np.uint64)
-        self._pointers = storage.ctypes.data + 8 * np.arange(len(parameters), dtype=np.uint64)
-        self._argument_list = self._pointers.ctypes.data
-        self._values = memoryview(storage)
-        self._floats = memoryview(storage.view(np.float32))
+        self._arguments = _Arguments(np.zeros(len(parameters), np.uint64))
+        self._values, self._floats = self._arguments.values, self._arguments.floats
+        self._argument_list = self._arguments.list_address
         self._places = {name: (i, kind) for i, (name, kind) in enumerate(parameters)}
         self._launch = driver.cuLaunchKernel
 
@@ -231,6 +290,8 @@ class LoadedKernel:
         )
         if status != 0:
             check((status,), f"launching kernel {self.name}")
+        if _recorders:
+            _note_launch(self, n_blocks, stream, n_rows)
 
     def __del__(self):
         module = getattr(self, "_module", None)
@@ -238,8 +299,83 @@ class LoadedKernel:
             try:
                 self.device.use()
                 bindings().cuModuleUnload(module)
-            except (CudaError, AttributeError, TypeError, ImportError):
+            except (CudaError, EngineUnavailable, AttributeError, TypeError):
                 pass  # the context or the interpreter is already gone
+
+
+# ------------------------------------------------------------------------------------------- recording calls
+
+_recorders: dict[int, Recorder] = {}  # by the thread that they watch
+
+
+class RecordedLaunch:
+    """A launch that has been made, with arguments of its own; called, it is made again."""
+
+    def __init__(self, kernel: LoadedKernel, n_blocks: int, stream: int, n_rows: int):
+        self.kernel = kernel
+        self._arguments = _Arguments(np.array(kernel._values, np.uint64))
+        self._launch = kernel._launch
+        self._call = (
+            kernel._function, n_blocks, n_rows, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream,
+            self._arguments.list_address, 0,
+        )  # fmt: skip
+
+    def has(self, name: str) -> bool:
+        return name in self.kernel._places
+
+    def place(self, name: str) -> tuple[memoryview, int]:
+        """Where an argument is set: view[number] = value."""
+        i, kind = self.kernel._places[name]
+        return (self._arguments.floats, 2 * i) if kind == "f32" else (self._arguments.values, i)
+
+    def get(self, name: str) -> int | float:
+        values, i = self.place(name)
+        return values[i]
+
+    def __call__(self) -> None:
+        (status,) = self._launch(*self._call)
+        if status != 0:
+            check((status,), f"launching kernel {self.kernel.name}")
+
+
+class Recorder:
+    """While it is entered, keeps this thread's launches. `is_complete`: there were some, all on the default stream,
+    and nothing else was done to device memory."""
+
+    def __init__(self):
+        self.launches: list[RecordedLaunch] = []
+        self._did_more = False
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.launches) and not self._did_more
+
+    def __enter__(self) -> Recorder:
+        _recorders[threading.get_ident()] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del _recorders[threading.get_ident()]
+
+    def note_launch(self, kernel: LoadedKernel, n_blocks: int, stream: int, n_rows: int) -> None:
+        self.launches.append(RecordedLaunch(kernel, n_blocks, stream, n_rows))
+        self._did_more |= stream != 0
+
+    def note_other_work(self) -> None:
+        self._did_more = True
+
+
+def _note_launch(kernel: LoadedKernel, n_blocks: int, stream: int, n_rows: int) -> None:
+    recorder = _recorders.get(threading.get_ident())
+    if recorder is not None:
+        recorder.note_launch(kernel, n_blocks, stream, n_rows)
+
+
+def _note_other_work() -> None:
+    if _recorders:
+        recorder = _recorders.get(threading.get_ident())
+        if recorder is not None:
+            recorder.note_other_work()
 
 
 def driver_version() -> tuple[int, int]:

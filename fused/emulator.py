@@ -5,7 +5,9 @@ Kernel bodies have block-uniform control flow, so the whole block can run in ste
 
 - shared memory starts as NaN patterns, and each 2-byte cell remembers who wrote and read it since which barrier: a
   read or write that another warp's write or read could overtake raises `RaceError`; within a warp a `warp_barrier`
-  (or any collective instruction that orders memory) must stand between the lanes;
+  (or any collective instruction that orders memory) must stand between the lanes, within a warpgroup its own barrier;
+- wgmma finds its operands by their descriptors, and what it reads must have been fenced by its writer, and a barrier
+  must stand behind the fence;
 - asynchronous copies take effect at the wait, as late as allowed, and count as reads and writes from their issue on;
 - global memory is a set of arrays at made-up addresses; an access outside them, misaligned, or a write to memory
   that was also read as constant, raises.
@@ -17,11 +19,16 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from .formats import bfloat16_bits
+from .wgmma import WARPGROUP, Chain, SharedOperand, element_addresses
+
 WARP = 32
 ADDRESS_BITS = 40  # each global array gets an address range of its own
 POISON = 0xFFFF  # float16 and float32 NaN
 READ, READ_AS_CONSTANT, WRITTEN = 0, 1, 2  # uses of global memory
 NOBODY, SEVERAL_WARPS = -1, -2  # in place of a thread; -3 - w stands for several lanes of warp w
+FIRST_GROUP = -100  # FIRST_GROUP - g stands for several warps of warpgroup g
+ANY_ADDER = -(2**31)  # threads that add, in any order
 
 
 class RaceError(AssertionError):
@@ -83,10 +90,21 @@ class GlobalMemory:
 
 def _warp_of(owner: np.ndarray) -> np.ndarray:
     """The warp that a reader or writer belongs to, -1 where there is not just one."""
-    return np.where(owner >= 0, owner // WARP, np.maximum(-3 - owner, -1))
+    return np.where(owner >= 0, owner // WARP, np.where(owner > FIRST_GROUP, np.maximum(-3 - owner, -1), -1))
+
+
+def _group_of(owner: np.ndarray) -> np.ndarray:
+    """The warpgroup that a reader or writer belongs to, -1 where there is not just one."""
+    warp = _warp_of(owner)
+    several_warps = (owner <= FIRST_GROUP) & (owner != ANY_ADDER)
+    return np.where(warp >= 0, warp // WARPGROUP, np.where(several_warps, FIRST_GROUP - owner, -1))
 
 
 def _name_of(owner: int) -> str:
+    if owner == ANY_ADDER:
+        return "an adding thread"
+    if owner <= FIRST_GROUP:
+        return f"several warps of warpgroup {FIRST_GROUP - owner}"
     if owner == SEVERAL_WARPS:
         return "several warps"
     return f"thread {owner}" if owner >= 0 else f"several lanes of warp {-3 - owner}"
@@ -98,10 +116,12 @@ class SharedMemory:
     def __init__(self, n_bytes: int, n_threads: int):
         self.cells = np.full(n_bytes // 2, POISON, np.uint16)
         self.n_threads = n_threads
-        self.block_epoch = 1
+        self.block_epoch = self.group_epoch = 1
         self.warp_epoch = np.ones(n_threads // WARP, np.int64)
         n = self.cells.size
         self._write_epoch, self._write_warp_epoch = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self._write_group_epoch, self._read_group_epoch = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self._fenced, self._fence_epoch, self._fence_group_epoch = np.ones(n, bool), np.zeros(n, int), np.zeros(n, int)
         self._writer = np.full(n, NOBODY, np.int64)
         self._read_epoch, self._read_warp_epoch = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._reader = np.full(n, NOBODY, np.int64)
@@ -112,11 +132,21 @@ class SharedMemory:
             raise MemoryFault(f"shared address {first.max()} (+{n_bytes} bytes) of {2 * self.cells.size}")
         return first[:, None] // 2 + np.arange(n_bytes // 2)
 
-    def _conflicts(self, owner, epoch, warp_epoch, cells, threads, warps, doing, against):
+    @property
+    def _uses(self):
+        """(owner, epochs of block, warpgroup and warp, what was done) of the last writes and reads."""
+        return (
+            (self._writer, self._write_epoch, self._write_group_epoch, self._write_warp_epoch, "wrote"),
+            (self._reader, self._read_epoch, self._read_group_epoch, self._read_warp_epoch, "read"),
+        )
+
+    def _conflicts(self, owner, epoch, group_epoch, warp_epoch, against, cells, threads, warps, doing):
         other = owner[cells]
         recent = (epoch[cells] == self.block_epoch) & (other != threads[:, None]) & (other != NOBODY)
         same_warp = _warp_of(other) == warps[:, None]
         ordered = same_warp & (warp_epoch[cells] < self.warp_epoch[warps][:, None])
+        same_group = _group_of(other) == warps[:, None] // WARPGROUP
+        ordered |= same_group & (group_epoch[cells] < self.group_epoch)
         if (recent & ~ordered).any():
             where = np.argwhere(recent & ~ordered)[0]
             raise RaceError(
@@ -127,11 +157,9 @@ class SharedMemory:
     def check_read(self, addresses, n_bytes, threads):
         cells = self._indices(addresses, n_bytes)
         warps = threads // WARP
-        self._conflicts(
-            self._writer, self._write_epoch, self._write_warp_epoch, cells, threads, warps, "reads", "wrote"
-        )
+        self._conflicts(*self._uses[0], cells, threads, warps, "reads")
         self._note_readers(cells, threads, warps)
-        self._read_epoch[cells] = self.block_epoch
+        self._read_epoch[cells], self._read_group_epoch[cells] = self.block_epoch, self.group_epoch
         self._read_warp_epoch[cells] = self.warp_epoch[warps][:, None]
         return cells
 
@@ -139,35 +167,74 @@ class SharedMemory:
         """Whom a later write must wait for: all who read since the last barrier between them and the writer."""
         threads = np.broadcast_to(threads[:, None], cells.shape)
         warps = np.broadcast_to(warps[:, None], cells.shape)
-        before, several_lanes = self._reader[cells], -3 - warps
+        groups = warps // WARPGROUP
+        before, several_lanes, several_warps = self._reader[cells], -3 - warps, FIRST_GROUP - groups
         recent = (self._read_epoch[cells] == self.block_epoch) & (before != NOBODY)
-        same_warp = _warp_of(before) == warps
+        same_warp, same_group = _warp_of(before) == warps, _group_of(before) == groups
         unordered = (self._read_warp_epoch[cells] == self.warp_epoch[warps]) & (before != threads)
         readers = np.where(recent & same_warp & unordered, several_lanes, threads)
-        readers = np.where(recent & ~same_warp, SEVERAL_WARPS, readers)
+        unordered = self._read_group_epoch[cells] == self.group_epoch
+        readers = np.where(recent & ~same_warp & same_group & unordered, several_warps, readers)
+        readers = np.where(recent & ~same_group, SEVERAL_WARPS, readers)
         self._reader[cells] = readers
         kept = self._reader[cells]  # of threads that read a cell in the same instruction, the last
         clash = kept != readers
         if clash.any():
             self._reader[cells[clash]] = several_lanes[clash]
             clash &= _warp_of(kept) != warps
+            self._reader[cells[clash]] = several_warps[clash]
+            clash &= _group_of(kept) != groups
             self._reader[cells[clash]] = SEVERAL_WARPS
 
     def check_write(self, addresses, n_bytes, threads):
         cells = self._indices(addresses, n_bytes)
         warps = threads // WARP
-        for owner, epoch, warp_epoch, against in (
-            (self._writer, self._write_epoch, self._write_warp_epoch, "wrote"),
-            (self._reader, self._read_epoch, self._read_warp_epoch, "read"),
-        ):
-            self._conflicts(owner, epoch, warp_epoch, cells, threads, warps, "writes", against)
+        for use in self._uses:
+            self._conflicts(*use, cells, threads, warps, "writes")
         self._writer[cells] = threads[:, None]
-        self._write_epoch[cells] = self.block_epoch
+        self._write_epoch[cells], self._write_group_epoch[cells] = self.block_epoch, self.group_epoch
         self._write_warp_epoch[cells] = self.warp_epoch[warps][:, None]
+        self._fenced[cells] = False
         return cells
+
+    def check_addition(self, addresses, n_bytes, threads):
+        """Additions may overtake one another, but no other access."""
+        cells = self._indices(addresses, n_bytes)
+        warps = threads // WARP
+        adding = (self._writer[cells] == ANY_ADDER) & (self._write_epoch[cells] == self.block_epoch)
+        others = ~adding.all(axis=1)
+        for use in self._uses:
+            picked = others if use[-1] == "wrote" else slice(None)
+            self._conflicts(*use, cells[picked], threads[picked], warps[picked], "adds to")
+        self._writer[cells] = ANY_ADDER
+        self._write_epoch[cells] = self.block_epoch
+        self._fenced[cells] = False
+        return cells
+
+    def check_asynchronous_read(self, addresses, threads):
+        """By wgmma: the writer's fence, then a barrier between it and the reader, must have come before."""
+        cells = self.check_read(addresses, 2, threads)
+        if not self._fenced[cells].all():
+            raise RaceError("wgmma reads what was written to shared memory with no fence behind")
+        writer, warps = self._writer[cells], (threads // WARP)[:, None]
+        recent = (self._fence_epoch[cells] == self.block_epoch) & (_warp_of(writer) != warps)
+        same_group = _group_of(writer) == warps // WARPGROUP
+        if (recent & ~(same_group & (self._fence_group_epoch[cells] < self.group_epoch))).any():
+            raise RaceError("wgmma reads what another warp has fenced with no barrier behind the fence")
+        return cells
+
+    def fence(self):
+        """By all threads."""
+        new = ~self._fenced
+        self._fence_epoch[new], self._fence_group_epoch[new] = self.block_epoch, self.group_epoch
+        self._fenced[:] = True
 
     def barrier(self):
         self.block_epoch += 1
+
+    def warpgroup_barrier(self):
+        self.group_epoch += 1
+        self.warp_epoch += 1
 
     def warp_barrier(self):
         self.warp_epoch += 1
@@ -192,6 +259,7 @@ class Block:
         self.shared = SharedMemory(shared_bytes, n_threads)
         self.threads = np.arange(n_threads)
         self.pending_copies: list[tuple] = []
+        self.pending_groups: list[list[tuple]] = []
         self.mask = np.ones(n_threads, bool)
 
 
@@ -248,8 +316,14 @@ class Emitter:
     def mod(self, a, n):
         return self._integer(np.mod, a, n)
 
+    def remainders(self, values, divisor):
+        return [self.mod(value, divisor) for value in values]
+
     def minimum(self, a, b):
         return np.minimum(self.u32(a), self.u32(b))
+
+    def maximum(self, a, b):
+        return np.maximum(self.u32(a), self.u32(b))
 
     def address(self, base, index, stride, offset=0):
         index = np.asarray(self.u32(index)).astype(np.uint64)
@@ -279,17 +353,70 @@ class Emitter:
         self.block_state.mask = outer
 
     # floats
+    @staticmethod
+    def _float(*operands):
+        """As arrays of one dtype, float64 where one is."""
+        kind = np.float64 if any(np.asarray(o).dtype == np.float64 for o in operands) else np.float32
+        return [np.asarray(o, kind) for o in operands]
+
     def fadd(self, a, b):
-        return (np.float32(1) * a + b).astype(np.float32)
+        return np.add(*self._float(a, b))
+
+    def fsub(self, a, b):
+        with np.errstate(invalid="ignore"):
+            return (np.asarray(a, np.float32) - np.asarray(b, np.float32)).astype(np.float32)
 
     def fmul(self, a, b):
-        return (np.asarray(a, np.float32) * np.asarray(b, np.float32)).astype(np.float32)
+        return np.multiply(*self._float(a, b))
+
+    def fdiv(self, a, b):
+        return np.divide(*self._float(a, b))
+
+    def fma(self, a, b, c):
+        """float64 operands: with two roundings."""
+        a, b, c = self._float(a, b, c)
+        return (a.astype(np.float64) * b + c).astype(a.dtype)
+
+    def f64(self, value):
+        return np.float64(value)
+
+    def widen(self, a):
+        return np.asarray(a, np.float32).astype(np.float64)
+
+    def narrow(self, a):
+        with np.errstate(over="ignore"):
+            return np.asarray(a, np.float64).astype(np.float32)
+
+    def to_f64(self, a):
+        return np.asarray(self.u32(a)).astype(np.float64)
+
+    def square_root(self, a):
+        return np.sqrt(np.asarray(a, np.float64))
+
+    def less_than(self, a, b):
+        return np.asarray(a) < np.asarray(b)
+
+    def multiply_add(self, a, b, c):
+        a, b, c = (np.asarray(v, np.float64) for v in (a, b, c))
+        return (a * b + c).astype(np.float32)
 
     def is_finite(self, a):
         return np.isfinite(a)
 
     def float_to_bits(self, a):
         return np.asarray(a, np.float32).view(np.uint32)
+
+    def pack_bfloat2(self, low, high):
+        low, high = (bfloat16_bits(self._wide(v, np.float32)).astype(np.uint32) for v in (low, high))
+        return low | (high << np.uint32(16))
+
+    def upper_halves(self, low, high):
+        low, high = self._wide(low, np.uint32), self._wide(high, np.uint32)
+        return (low >> np.uint32(16)) | (high & np.uint32(0xFFFF0000))
+
+    def unpack_bfloat2(self, packed):
+        packed = self._wide(packed, np.uint32)
+        return (packed << np.uint32(16)).view(np.float32), (packed & np.uint32(0xFFFF0000)).view(np.float32)
 
     def pack_half2(self, low, high):
         with np.errstate(over="ignore"):
@@ -308,9 +435,26 @@ class Emitter:
     def half_to_float(self, a):
         return self._wide(a, np.uint32).astype(np.uint16).view(np.float16).astype(np.float32)
 
+    def round_to_int64(self, a):
+        with np.errstate(invalid="ignore"):
+            return np.rint(self._wide(a, np.float32)).astype(np.int64).view(np.uint64)
+
+    def int64_to_float(self, a):
+        return self._wide(a, np.uint64).view(np.int64).astype(np.float32)
+
     def floor_to_int(self, a):
         a = np.nan_to_num(np.floor(np.asarray(a, np.float64)), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
         return np.clip(a, -(2.0**31), 2.0**31 - 1).astype(np.int64).astype(np.uint32)
+
+    def round_to_int(self, a):
+        a = np.nan_to_num(np.rint(np.asarray(a, np.float64)), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
+        return np.clip(a, -(2.0**31), 2.0**31 - 1).astype(np.int64).astype(np.uint32)
+
+    def int_to_float(self, a):
+        return self._wide(a, np.uint32).view(np.int32).astype(np.float32)
+
+    def bits_to_float(self, a):
+        return self._wide(a, np.uint32).view(np.float32)
 
     # identity
     def thread(self):
@@ -321,6 +465,9 @@ class Emitter:
 
     def warp(self):
         return (self.block_state.threads // WARP).astype(np.uint32)
+
+    def warp_of_block(self):
+        return self.warp()
 
     def block(self):
         return np.uint32(self.block_state.block_index)
@@ -335,30 +482,55 @@ class Emitter:
         return np.float32(0.0)
 
     # warp, barriers
+    def settle(self, value):
+        return value
+
     def shuffle_xor(self, value, mask):
         value = np.broadcast_to(value, (self.block_state.n_threads,))
         return value[self.block_state.threads ^ mask]
 
+    def warp_maximum(self, value):
+        return np.repeat(self._wide(value, np.uint32).reshape(-1, WARP).max(axis=1), WARP)
+
     def barrier(self):
         self.block_state.shared.barrier()
+
+    def warpgroup(self):
+        return (self.block_state.threads // (WARP * WARPGROUP)).astype(np.uint32)
+
+    def warpgroup_barrier(self):
+        self.block_state.shared.warpgroup_barrier()
+
+    def fence_async(self):
+        self.block_state.shared.fence()
 
     def warp_barrier(self):
         self.block_state.shared.warp_barrier()
 
     # tensor cores
-    def mma(self, a, b, c):
+    def mma(self, a, b, c, *, bfloat=False):
         """Fragment maps of m16n8k16 with g = lane / 4, t = lane % 4: PTX ISA, "Matrix Fragments for mma.m16n8k16"."""
-        n_warps = self.block_state.n_threads // WARP
+        if self.cc < 80:
+            raise NotImplementedError("mma.m16n8k16 needs sm_80")
+        return self._mma(a, b, c, self.unpack_bfloat2 if bfloat else self.unpack_half2)
+
+    def mma_k8(self, a, b, c):
+        """m16n8k8 of float16: the first half of the registers and columns of m16n8k16's a, and of rows of its b."""
+        return self._mma(a, [b], c, self.unpack_half2)
+
+    def _mma(self, a, b, c, unpack):
+        """a (16x8k, 2 k registers), b (8kx8, k registers), c (16x8, 4 registers)."""
+        n_warps, depth = self.block_state.n_threads // WARP, 8 * len(b)
         lane = np.arange(WARP)
         g, t = lane // 4, lane % 4
-        a_matrix = np.zeros((n_warps, 16, 16), np.float32)
-        b_matrix = np.zeros((n_warps, 16, 8), np.float32)
+        a_matrix = np.zeros((n_warps, 16, depth), np.float32)
+        b_matrix = np.zeros((n_warps, depth, 8), np.float32)
         c_matrix = np.zeros((n_warps, 16, 8), np.float32)
         for i, register in enumerate(a):
-            for element, value in enumerate(self.unpack_half2(register)):
+            for element, value in enumerate(unpack(register)):
                 a_matrix[:, g + 8 * (i & 1), 2 * t + element + 8 * (i >> 1)] = value.reshape(n_warps, WARP)
         for i, register in enumerate(b):
-            for element, value in enumerate(self.unpack_half2(register)):
+            for element, value in enumerate(unpack(register)):
                 b_matrix[:, 2 * t + element + 8 * i, g] = value.reshape(n_warps, WARP)
         for i, value in enumerate(c):
             value = np.broadcast_to(value, (self.block_state.n_threads,))
@@ -366,6 +538,46 @@ class Emitter:
         with np.errstate(invalid="ignore", over="ignore"):
             product = a_matrix @ b_matrix + c_matrix
         return [product[:, g + 8 * (i >> 1), 2 * t + (i & 1)].reshape(-1) for i in range(4)]
+
+    def wgmma(self, chains: list[Chain]) -> list[list]:
+        """Fragment maps of m64nNk16, those of m16n8k16 for each warp's 16 rows; operands by their descriptors."""
+        warp, lane = np.divmod(self.block_state.threads.reshape(-1, WARPGROUP * WARP), WARP)
+        row, column, group = 16 * (warp % WARPGROUP) + lane // 4, lane % 4 * 2, warp // WARPGROUP
+        results = []
+        for chain in chains:
+            total = np.zeros((len(group), 64, chain.n), np.float32)
+
+            def place(i):
+                return group, row + 8 * (i // 2 % 2), column + 8 * (i // 4) + i % 2
+
+            for i, value in enumerate(chain.sums or ()):
+                total[place(i)] = self._wide(value, np.float32).reshape(row.shape)
+            for a, b in zip(chain.a, chain.b, strict=True):
+                if isinstance(a, SharedOperand):
+                    a_matrix = self._wgmma_operand(a, 64)
+                else:
+                    a_matrix = np.zeros((len(group), 64, 16), np.float32)
+                    for i, register in enumerate(a):
+                        for element, value in enumerate(self.unpack_half2(register)):
+                            where = group, row + 8 * (i & 1), column + element + 8 * (i >> 1)
+                            a_matrix[where] = value.reshape(row.shape)
+                with np.errstate(invalid="ignore", over="ignore"):
+                    total = total + a_matrix @ self._wgmma_operand(b, chain.n).swapaxes(1, 2)
+            results.append([total[place(i)].reshape(-1) for i in range(chain.n // 2)])
+        return results
+
+    def _wgmma_operand(self, operand: SharedOperand, n_outer: int):
+        """[warpgroups, n_outer, 16 along k] as float32; read by all four warps."""
+        address = self._wide(operand.address, np.uint32).reshape(-1, WARPGROUP * WARP)
+        if (address != address[:, :1]).any() or (address % 16).any():
+            raise MemoryFault("a descriptor is not the same in all threads of a warpgroup, or misaligned")
+        low, high = operand.words
+        addresses = element_addresses((address[:, 0] >> 4) + low, high, operand.transposed, n_outer)
+        shared, leaders = self.block_state.shared, self.block_state.threads[::WARP].reshape(-1, WARPGROUP)
+        for warp in range(WARPGROUP):
+            threads = np.broadcast_to(leaders[:, warp, None, None], addresses.shape).reshape(-1)
+            cells = shared.check_asynchronous_read(addresses.reshape(-1), threads)
+        return shared.cells[cells].view(np.float16).astype(np.float32).reshape(addresses.shape)
 
     def _matrix_rows(self, address, offset):
         """Row addresses of the four 8x8 matrices of each warp, [n_warps, 4, 8]."""
@@ -389,17 +601,17 @@ class Emitter:
             shared.cells[cells[:, i, :, 1::2]] = (words >> np.uint32(16)).astype(np.uint16)
 
     # memory
-    BYTES = {"u32": 4, "f32": 4, "u16": 2}
+    DTYPES = {"u32": np.uint32, "u64": np.uint64, "f32": np.float32, "f64": np.float64, "u16": np.uint16}
+    BYTES = {kind: np.dtype(dtype).itemsize for kind, dtype in DTYPES.items()}
 
     def _from_bytes(self, raw, kind, count):
-        values = raw.copy().view({"u32": np.uint32, "f32": np.float32, "u16": np.uint16}[kind]).reshape(-1, count)
+        values = raw.copy().view(self.DTYPES[kind]).reshape(-1, count)
         if kind == "u16":
             values = values.astype(np.uint32)
         return [values[:, i] for i in range(count)]
 
     def _to_bytes(self, values, kind):
-        dtype = {"u32": np.uint32, "f32": np.float32, "u16": np.uint16}[kind]
-        return np.stack([self._wide(v, dtype) for v in values], axis=1).view(np.uint8)
+        return np.stack([self._wide(v, self.DTYPES[kind]) for v in values], axis=1).view(np.uint8)
 
     def load_shared(self, address, kind, count=1, offset=0):
         shared, active = self.block_state.shared, self.block_state.mask
@@ -419,6 +631,12 @@ class Emitter:
         if (shared.cells[cells] != raw[active].view(np.uint16)).any():
             raise RaceError("two threads write different values to the same shared cell in one instruction")
 
+    def add_shared_u32(self, address, value, offset=0):
+        shared, active = self.block_state.shared, self.block_state.mask
+        addresses = (self._wide(address, np.int64) + offset)[active]
+        cells = shared.check_addition(addresses, 4, self.block_state.threads[active])[:, 0] // 2
+        np.add.at(shared.cells.view(np.uint32), cells, self._wide(value, np.uint32)[active])
+
     def _global(self, address, n_bytes, offset, use):
         active = self.block_state.mask
         addresses = self._wide(address, np.uint64) + np.uint64(offset)
@@ -431,6 +649,9 @@ class Emitter:
         raw = view[cells].copy()
         raw[~active] = 0
         return self._from_bytes(raw, kind, count)
+
+    def prefetch(self, address):
+        self._global(address, 1, 0, READ)
 
     def load_global_where(self, predicate, address, kind, count=1, offset=0):
         with self.when(predicate):
@@ -455,16 +676,32 @@ class Emitter:
         view, cells, active = self._global(address, 4, 0, WRITTEN)
         np.add.at(view.view(np.uint32), cells[active, 0] // 4, self._wide(value, np.uint32)[active])
 
-    def copy_async(self, shared_address, global_address, offset=0):
-        view, cells, active = self._global(global_address, 16, 0, READ_AS_CONSTANT)
+    def add_global_u64(self, address, value):
+        view, cells, active = self._global(address, 8, 0, WRITTEN)
+        np.add.at(view.view(np.uint64), cells[active, 0] // 8, self._wide(value, np.uint64)[active])
+
+    def copy_async(self, shared_address, global_address, offset=0, *, where=None, constant=True):
+        reads = np.broadcast_to(True if where is None else where, self.block_state.mask.shape)
+        with self.when(reads):
+            view, cells, _ = self._global(global_address, 16, 0, READ_AS_CONSTANT if constant else READ)
+        active = self.block_state.mask
         addresses = self._wide(shared_address, np.int64) + offset
         threads = self.block_state.threads[active]
         self.block_state.shared.check_write(addresses[active], 16, threads)
-        self.block_state.pending_copies.append((view, cells[active], addresses[active], threads))
+        self.block_state.pending_copies.append((view, cells[active], reads[active], addresses[active], threads))
 
-    def copy_wait(self):
-        shared = self.block_state.shared
-        for view, source, addresses, threads in self.block_state.pending_copies:
-            cells = shared.check_write(addresses, 16, threads)
-            shared.cells[cells] = view[source].view(np.uint16)
+    def copy_commit(self):
+        self.block_state.pending_groups.append(list(self.block_state.pending_copies))
         self.block_state.pending_copies.clear()
+
+    def copy_wait(self, groups_left=None):
+        block = self.block_state
+        if groups_left is None:
+            self.copy_commit()
+        groups = block.pending_groups
+        while len(groups) > (groups_left or 0):
+            for view, source, reads, addresses, threads in groups.pop(0):
+                cells = block.shared.check_write(addresses, 16, threads)
+                values = np.zeros(source.shape, np.uint8)
+                values[reads] = view[source[reads]]
+                block.shared.cells[cells] = values.view(np.uint16)

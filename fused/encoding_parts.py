@@ -87,6 +87,21 @@ def make_divide(target, divisor: int):
     return divide
 
 
+@functools.cache
+def make_select(target, n_values: int, n_chosen: int, start: int = 0):
+    """select(values, i) -> `n_chosen` of the values, from start + i on; i a multiple of n_chosen."""
+
+    @target.intrinsic([("f32", n_values), "u32"], ("f32", n_chosen))
+    def select(e, values, i):
+        chosen = list(values[start : start + n_chosen])
+        for first in range(n_chosen, n_values - start - n_chosen + 1, n_chosen):
+            here = e.equal(i, first)
+            chosen = [e.select(here, values[start + first + j], chosen[j]) for j in range(n_chosen)]
+        return chosen
+
+    return select
+
+
 def concatenate_features(target, functions: list[tuple[Callable, int]]) -> Callable:
     """features(at, column): the features of several such functions, each from its own offset to `column` on."""
     u32 = target.u32

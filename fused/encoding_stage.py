@@ -11,33 +11,32 @@ from collections.abc import Callable
 import numpy as np
 
 from ..specs import ModelSpec
+from .arithmetic import make_index_arithmetic, make_multiply
 from .encoding_parts import BackwardPart, ItemGroup, make_padding
 from .encodings import make_encoding
 from .fragments import Target
 from .plan import KernelPlan
 from .sinks import RowMemory
-from .stage_io import BATCH, DX, DX_STRIDE, SCALES, TABLE, TABLE_GRADIENT, X_STRIDE, GradientOptions, X
-from .tiles import make_barriers, make_indices, make_row_address
-
-
-@functools.cache
-def _make_lane_arithmetic(target: Target):
-    """Scalar functions for who does what: (smaller, inside, quotient, remainder)."""
-    u32, f32 = np.uint32, np.float32
-
-    def smaller(a, b):
-        return min(a, b)
-
-    def inside(index, count):
-        return f32(1) if index < count else f32(0)
-
-    def quotient(a, b):
-        return u32(a // b)
-
-    def remainder(a, b):
-        return u32(a % b)
-
-    return tuple(target.scalar(f) for f in (smaller, inside, quotient, remainder))
+from .stage_io import (
+    BAD,
+    BATCH,
+    BATCH_SIZE,
+    COARSE_SCALE,
+    DX,
+    DX_STRIDE,
+    FINE_SCALE,
+    FIRST_ROW,
+    MARK,
+    MAX_LEVEL_STRIDE,
+    MAX_LEVELS,
+    SCALES,
+    TABLE,
+    TABLE_GRADIENT,
+    X_STRIDE,
+    GradientOptions,
+    X,
+)
+from .tiles import AnyTile, make_barriers, make_indices, make_row_address
 
 
 def make_encode(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> Callable:
@@ -45,14 +44,33 @@ def make_encode(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> C
 
     Rows past the batch repeat its last row; their gradients will be 0.
     """
-    memory = RowMemory(target, options.input_dtype, options.aligned_input)
+    memory = RowMemory(
+        target, options.input_dtype, options.aligned_input, max_level=options.max_level, tile=plan.x
+    )  # fmt: skip
     parts = make_encoding(target, spec.encoding, memory, table_gradient=False, input_gradient=False)
     n_own = spec.encoding.n_output_dims  # a bare encoding's tile is wider than the encoding
     padding = make_padding(target, memory, n_own, plan.x.columns - n_own, parts.padding_value)
-    return _chain(target, [_make_encode_group(target, plan, group) for group in (*parts.encode, *padding)])
+    return make_encode_groups(target, plan, (*parts.encode, *padding), make_place(target, plan.x))
 
 
-def _chain(target: Target, stages: list[Callable]) -> Callable:
+def make_place(target: Target, tile: AnyTile) -> Callable:
+    """place(base, io, row, tile_row) -> `at` of a sample: what its memory finds everything by (`sinks.py`)."""
+    row_address = make_row_address(target, tile)
+
+    def place(base, io, row, tile_row):
+        tile_place = row_address(base, tile_row)
+        whole = io[FIRST_ROW], io[BATCH_SIZE], io[MAX_LEVELS], io[MAX_LEVEL_STRIDE]
+        return io[X], io[X_STRIDE], row, io[TABLE], tile_place, whole[0], whole[1], whole[2], whole[3]
+
+    return target.device(place)
+
+
+def make_encode_groups(target: Target, plan: KernelPlan, groups: tuple[ItemGroup, ...], place: Callable) -> Callable:
+    """encode(base, io, first_row): the work of all items of this warp's samples; `place` as of `make_place`."""
+    return chain_stages(target, [_make_encode_group(target, plan, group, place) for group in groups])
+
+
+def chain_stages(target: Target, stages: list[Callable]) -> Callable:
     """One function that calls all stages with the same three arguments."""
     if not stages:
 
@@ -63,7 +81,7 @@ def _chain(target: Target, stages: list[Callable]) -> Callable:
     if len(stages) == 1:
         return stages[0]
     middle = len(stages) // 2  # halves, since Numba limits how deep functions nest
-    first, second = _chain(target, stages[:middle]), _chain(target, stages[middle:])
+    first, second = chain_stages(target, stages[:middle]), chain_stages(target, stages[middle:])
 
     def both(base, io, first_row):
         first(base, io, first_row)
@@ -72,20 +90,35 @@ def _chain(target: Target, stages: list[Callable]) -> Callable:
     return target.device(both)
 
 
-def _make_encode_group(target: Target, plan: KernelPlan, group: ItemGroup) -> Callable:
+def _make_table_gradient(target: Target, options: GradientOptions) -> Callable:
+    """table_gradient(io): where parameter gradients go, as `RowMemory` takes it."""
+    if not options.fixed_point:
+
+        def table_gradient(io):
+            return io[TABLE_GRADIENT]
+
+    else:
+
+        def table_gradient(io):
+            return io[TABLE_GRADIENT], io[FINE_SCALE], io[COARSE_SCALE], io[BAD], io[MARK]
+
+    return target.device(table_gradient)
+
+
+def _make_encode_group(target: Target, plan: KernelPlan, group: ItemGroup, place: Callable) -> Callable:
     work = group.work
     turns, locate = _make_division(target, plan, group)
-    row_address = make_row_address(target, plan.x)
-    u32, unroll = target.u32, target.unroll_by_2
+    # a block alone on its multiprocessor has too few warps to wait for memory more than once
+    u32, unroll = target.u32, target.unroll_full if plan.swizzled and turns <= 4 else target.unroll_by_2
 
     def take_turn(base, io, first_row, turn):
         item, row, place_row, live, lead = locate(turn, first_row, io[BATCH])
-        work(item, (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row)))
+        work(item, place(base, io, row, place_row))
 
     take_turn = target.device(take_turn)
 
     if group.by_sample:
-        return _two_turns_at_a_time(target, turns, take_turn)
+        return two_turns_at_a_time(target, turns, take_turn)
 
     def encode_group(base, io, first_row):
         for turn in range(turns):
@@ -95,7 +128,7 @@ def _make_encode_group(target: Target, plan: KernelPlan, group: ItemGroup) -> Ca
     return target.device(encode_group)
 
 
-def _two_turns_at_a_time(target: Target, turns: int, take_turn: Callable) -> Callable:
+def two_turns_at_a_time(target: Target, turns: int, take_turn: Callable) -> Callable:
     """all_turns(a, b, c) calls take_turn(a, b, c, turn), in pairs so that the gathers of one hide those of the other.
 
     Written out, as LLVM forgets the hint of a loop where it unrolls loops inside of it.
@@ -123,12 +156,9 @@ def _make_division(target: Target, plan: KernelPlan, group: ItemGroup):
     shares = 32 // rows
     u32 = target.u32
     _, lane_index, warp_index, *_ = make_indices(target)
-    smaller, inside, quotient, remainder = _make_lane_arithmetic(target)
+    smaller, inside, quotient, remainder = make_index_arithmetic(target)
 
-    def multiply(a, b):
-        return a * b
-
-    multiply = target.scalar(multiply)
+    multiply = make_multiply(target)
     if group.by_sample:
         turns = -(-count // shares)
 
@@ -158,32 +188,47 @@ def _make_division(target: Target, plan: KernelPlan, group: ItemGroup):
 
 
 def make_encode_backward(target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions) -> Callable:
-    """encode_backward(base, io, first_row): from this warp's rows of the dx tile to dL/d(table) and dL/dx.
+    """encode_backward(base, io, first_row): from this warp's rows of the dx tile to dL/d(table) and dL/dx."""
+    memory = RowMemory(
+        target, options.input_dtype, options.aligned_input,
+        max_level=options.max_level, fixed_point=options.fixed_point, tile=plan.dx,
+    )  # fmt: skip
+    parts = make_encoding(
+        target, spec.encoding, memory, table_gradient=options.table_gradient, input_gradient=options.input_gradient
+    )
+    return make_backward_parts(target, spec, plan, parts.backward, options, make_place(target, plan.dx))
+
+
+def make_backward_parts(
+    target: Target,
+    spec: ModelSpec,
+    plan: KernelPlan,
+    parts: tuple[BackwardPart, ...],
+    options: GradientOptions,
+    place: Callable,
+) -> Callable:
+    """backward(base, io, first_row): the work of all parts on this warp's samples; `place` as of `make_place`.
 
     A part of the encoding whose input dims no other part reads stores its dL/dx; parts that share dims add to them, one
     after the other. What is added to, and dims that count for nothing, are cleared first.
     """
-    memory = RowMemory(target, options.input_dtype, options.aligned_input)
-    parts = make_encoding(
-        target, spec.encoding, memory, table_gradient=options.table_gradient, input_gradient=options.input_gradient
-    )
     if not options.input_gradient:
-        return _chain(target, [_make_backward_part(target, plan, part, options, False) for part in parts.backward])
+        return chain_stages(target, [_make_backward_part(target, plan, part, options, False, place) for part in parts])
     n_readers = [0] * spec.n_input_dims
-    for part in parts.backward:
+    for part in parts:
         for dim in part.dims:
             n_readers[dim] += 1
-    adding = [part for part in parts.backward if max(n_readers[dim] for dim in part.dims) > 1]
+    adding = [part for part in parts if max(n_readers[dim] for dim in part.dims) > 1]
     added_to = {dim for part in adding for dim in part.dims}
     cleared = [dim for dim in range(spec.n_input_dims) if n_readers[dim] == 0 or dim in added_to]
     stages = [_make_clear(target, plan, first, count) for first, count in _runs(cleared)]
     if adding:
         stages.append(_make_wait(target))
-    for part in parts.backward:
-        stages.append(_make_backward_part(target, plan, part, options, part in adding))
+    for part in parts:
+        stages.append(_make_backward_part(target, plan, part, options, part in adding, place))
         if part in adding:
             stages.append(_make_wait(target))
-    return _chain(target, stages)
+    return chain_stages(target, stages)
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
@@ -260,35 +305,34 @@ def _make_add_shares(target: Target, rows: int):
 
 
 def _make_backward_part(
-    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool
+    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool, place: Callable
 ) -> Callable:
     make = _make_backward_by_item if part.dims_per_item else _make_backward_by_sample
-    return make(target, plan, part, options, adds)
+    return make(target, plan, part, options, adds, place)
 
 
 def _make_backward_by_sample(
-    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool
+    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool, place: Callable
 ) -> Callable:
     u32, f32, unroll = target.u32, target.f32, target.unroll_full
     spaces, np_f32, n_dims, first_dim, rows = target.memory_spaces, np.float32, part.n_dims, part.first_dim, plan.rows
-    row_address = make_row_address(target, plan.dx)
+    table_gradient = _make_table_gradient(target, options)
     store, result_scale = _make_store_input_gradient(target, adds), make_read_scale(target, 1)
     add_shares = _make_add_shares(target, rows)
     _, lane_index, *_ = make_indices(target)
-    _, _, quotient, remainder = _make_lane_arithmetic(target)
+    _, _, quotient, remainder = make_index_arithmetic(target)
     input_gradient = options.input_gradient
 
     def make_group(group):
         work = group.work
         turns, locate = _make_division(target, plan, group)
 
-        def take_turn(io, place, dx, turn):
-            base, first_row = place
+        def take_turn(io, start, dx, turn):
+            base, first_row = start
             item, row, place_row, live, lead = locate(turn, first_row, io[BATCH])
-            at = (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row))
-            work(item, at, io[TABLE_GRADIENT], live, dx)
+            work(item, place(base, io, row, place_row), table_gradient(io), live, dx)
 
-        all_turns = _two_turns_at_a_time(target, turns, target.device(take_turn))
+        all_turns = two_turns_at_a_time(target, turns, target.device(take_turn))
 
         def backward_group(base, io, first_row, dx):
             all_turns(io, (base, first_row), dx)
@@ -328,11 +372,11 @@ def _make_backward_by_sample(
 
 
 def _make_backward_by_item(
-    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool
+    target: Target, plan: KernelPlan, part: BackwardPart, options: GradientOptions, adds: bool, place: Callable
 ) -> Callable:
     u32, f32, unroll, rows = target.u32, target.f32, target.unroll_full, plan.rows
     spaces, np_f32, size, first_dim = target.memory_spaces, np.float32, part.dims_per_item, part.first_dim
-    row_address = make_row_address(target, plan.dx)
+    table_gradient = _make_table_gradient(target, options)
     store, result_scale = _make_store_input_gradient(target, adds), make_read_scale(target, 1)
     (group,) = part.groups
     work = group.work
@@ -347,8 +391,7 @@ def _make_backward_by_item(
             for i in range(size):
                 unroll()
                 dx[i] = f32(0)
-            at = (io[X], io[X_STRIDE], row, io[TABLE], row_address(base, place_row))
-            work(item, at, io[TABLE_GRADIENT], live, dx)
+            work(item, place(base, io, row, place_row), table_gradient(io), live, dx)
             row = u32(first_row + u32(place_row - u32(warp_index() * u32(rows))))
             for i in range(size):
                 unroll()

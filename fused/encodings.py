@@ -23,6 +23,7 @@ from .frequency import make_frequency
 from .grid import make_grid
 from .identity import make_identity
 from .oneblob import make_oneblob
+from .planes import PlanesSpec, make_planes
 from .spherical_harmonics import make_spherical_harmonics
 from .triangle_wave import make_triangle_wave
 
@@ -43,19 +44,16 @@ ENCODINGS: dict[type, Callable[..., EncodingParts]] = {
     GridSpec: make_grid,
     IdentitySpec: make_identity,
     OneBlobSpec: make_oneblob,
+    PlanesSpec: make_planes,
     SphericalHarmonicsSpec: make_spherical_harmonics,
     TriangleWaveSpec: make_triangle_wave,
 }
 
 
 def refuse_what_is_missing(spec: EncodingSpec) -> None:
-    """Raises EngineUnavailable, naming the encoding or its option, if there is no fused kernel for it."""
+    """Raises EngineUnavailable, naming the encoding, if there is no fused kernel for it."""
     if type(spec) not in ENCODINGS:
         raise EngineUnavailable(f"the encoding {type(spec).__name__.removesuffix('Spec')} has no fused kernel yet")
     if isinstance(spec, CompositeSpec):
         for child in spec.nested:
             refuse_what_is_missing(child.encoding)
-    if isinstance(spec, GridSpec):
-        missing = [name for name in ("stochastic_interpolation", "fixed_point_pos") if getattr(spec, name)]
-        if missing:
-            raise EngineUnavailable(f"grids with {', '.join(missing)} have no fused kernel yet")

@@ -6,8 +6,9 @@ t = lane % 4, register i of the *accumulator* form (one float32 an element, `row
     i = ((m * columns / 16 + n) * 2 + h) * 4 + r     holds row 16 m + g + 8 (r / 2), column 16 n + 8 h + 2 t + r % 2
 
 which is the layout in which mma.m16n8k16 (and each warp's part of wgmma.m64nNk16) leaves its result. The *packed*
-form rounds pairs of neighbours to float16, two a register: element pairs (2 j, 2 j + 1) become register j. That is
-exactly the layout of the A operand of the next product, so activations pass from layer to layer in registers.
+form rounds pairs of neighbours to float16 or bfloat16, two a register: element pairs (2 j, 2 j + 1) become register j.
+That is exactly the layout of the A operand of the next product, so activations pass from layer to layer in registers.
+float32 stays as it is, a pair in registers 2 j and 2 j + 1, and is taken apart where a product needs it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from .formats import FORMATS, NumberFormat
 from .target import CudaTarget, EmulatorTarget
 
 Target = CudaTarget | EmulatorTarget
@@ -38,7 +40,7 @@ class FragmentShape:
 
     @property
     def n_packed(self) -> int:
-        """Registers of the packed form."""
+        """Registers of the packed form where a register holds two values; see `packed_registers`."""
         return self.n_elements // 2
 
     def element(self, index: int) -> tuple[int, int]:
@@ -46,6 +48,18 @@ class FragmentShape:
         block, h, r = index // 8, index // 4 % 2, index % 4
         m, n = divmod(block, self.columns // 16)
         return 16 * m + 8 * (r // 2), 16 * n + 8 * h + r % 2
+
+
+def packed_registers(target: Target, shape: FragmentShape) -> int:
+    """Registers of the packed form in the target's number format."""
+    return target.format.packed_words * shape.n_packed
+
+
+def packed_block(e, number_format: NumberFormat, packed, block: int) -> list[list]:
+    """A 16x16 block of a packed fragment as an operand: four words a plane."""
+    words = number_format.packed_words
+    pairs = (packed[words * j : words * (j + 1)] for j in range(4 * block, 4 * block + 4))
+    return [list(plane) for plane in zip(*(number_format.packed_to_planes(e, pair) for pair in pairs), strict=True)]
 
 
 def lane_row_and_column(e):
@@ -57,10 +71,12 @@ def lane_row_and_column(e):
 @functools.cache
 def make_pack(target: Target, shape: FragmentShape):
     """Accumulator form to packed form."""
+    number_format = target.format
 
-    @target.intrinsic([("f32", shape.n_elements)], ("u32", shape.n_packed))
+    @target.intrinsic([("f32", shape.n_elements)], ("u32", packed_registers(target, shape)))
     def pack(e, fragment):
-        return [e.pack_half2(fragment[2 * j], fragment[2 * j + 1]) for j in range(shape.n_packed)]
+        pairs = (number_format.pack_pair(e, *fragment[2 * j : 2 * j + 2]) for j in range(shape.n_packed))
+        return [register for pair in pairs for register in pair]
 
     return pack
 
@@ -69,11 +85,29 @@ def make_pack(target: Target, shape: FragmentShape):
 def make_unpack(target: Target, shape: FragmentShape):
     """Packed form to accumulator form."""
 
-    @target.intrinsic([("u32", shape.n_packed)], ("f32", shape.n_elements))
+    number_format = target.format
+
+    @target.intrinsic([("u32", packed_registers(target, shape))], ("f32", shape.n_elements))
     def unpack(e, packed):
-        return [value for register in packed for value in e.unpack_half2(register)]
+        words = number_format.packed_words
+        pairs = (packed[words * j : words * (j + 1)] for j in range(shape.n_packed))
+        return [value for pair in pairs for value in number_format.unpack_pair(e, pair)]
 
     return unpack
+
+
+@functools.cache
+def make_pick(target: Target, kind: str, count: int):
+    """pick(values, i) -> values[i]. Where i is known to the compiler, nothing is left of it."""
+
+    @target.intrinsic([(kind, count), "u32"], kind)
+    def pick(e, values, i):
+        picked = values[0]
+        for number, value in enumerate(values[1:], 1):
+            picked = e.select(e.equal(i, number), value, picked)
+        return picked
+
+    return pick
 
 
 @functools.cache
@@ -105,11 +139,11 @@ def make_sum(target: Target, n_registers: int):
 def make_load_matrix(target: Target, shape: FragmentShape, dtype: str):
     """load(matrix, stride, first_row, n_rows, n_columns) -> accumulator form.
 
-    A row-major float32 or float16 matrix in global memory, `stride` bytes a row, from `first_row` (this warp's) on.
-    Elements beyond n_rows or n_columns are 0; rows beyond are never read.
+    A row-major float32, float16 or bfloat16 matrix in global memory, `stride` bytes a row, from `first_row` (this
+    warp's) on. Elements beyond n_rows or n_columns are 0; rows beyond are never read.
     """
-    kind = {"float32": "f32", "float16": "u16"}[dtype]
-    size = {"f32": 4, "u16": 2}[kind]
+    kind, size = ("f32", 4) if dtype == "float32" else ("u16", 2)
+    number_format = FORMATS[dtype]
 
     @target.intrinsic(["u64", "u32", "u32", "u32", "u32"], ("f32", shape.n_elements))
     def load_matrix(e, matrix, stride, first_row, n_rows, n_columns):
@@ -122,11 +156,34 @@ def make_load_matrix(target: Target, shape: FragmentShape, dtype: str):
             inside = e.both(e.less(row, n_rows), e.less(column, n_columns))
             line = e.address_by(matrix, e.minimum(row, last_row), stride)
             value = e.load_global(e.address(line, e.minimum(column, last_column), size), kind)[0]
-            value = e.half_to_float(value) if kind == "u16" else value
+            value = number_format.join(e, [value]) if kind == "u16" else value
             values.append(e.select(inside, value, e.f32(0.0)))
         return values
 
     return load_matrix
+
+
+def make_load_columns(target: Target, shape: FragmentShape, dtype: str):
+    """load(matrix, stride, first_row, n_rows, first_column, n_columns): `make_load_matrix` from `first_column` on."""
+    load, shift, u32 = make_load_matrix(target, shape, dtype), make_shift(target, dtype), target.u32
+
+    def load_columns(matrix, stride, first_row, n_rows, first_column, n_columns):
+        n_left = u32(n_columns - first_column)
+        return load(shift(matrix, first_column), stride, first_row, n_rows, n_left)
+
+    return target.device(load_columns)
+
+
+@functools.cache
+def make_shift(target: Target, dtype: str):
+    """shift(matrix, column): the address of a row-major matrix without its first columns."""
+    size = 4 if dtype == "float32" else 2
+
+    @target.intrinsic(["u64", "u32"], "u64")
+    def shift(e, matrix, column):
+        return e.address(matrix, column, size)
+
+    return shift
 
 
 @functools.cache
@@ -169,14 +226,16 @@ def make_mask(target: Target, shape: FragmentShape):
 @functools.cache
 def make_note_not_finite(target: Target, shape: FragmentShape):
     """note(packed, bad, mark): raise the word `bad` to `mark` if any element of a packed fragment is not finite."""
+    exponents = target.format.exponents
+    lowest_bits = exponents & ~(exponents << 1)
 
-    @target.intrinsic([("u32", shape.n_packed), "u64", "u32"], "void")
+    @target.intrinsic([("u32", packed_registers(target, shape)), "u64", "u32"], "void")
     def note_not_finite(e, packed, bad, mark):
         # an exponent of all ones, plus one, carries into the sign bit
         found = e.u32(0)
         for register in packed:
-            found = e.or_(found, e.add(e.and_(register, 0x7C007C00), 0x04000400))
-        with e.when(e.less(0, e.and_(found, 0x80008000))):
+            found = e.or_(found, e.add(e.and_(register, exponents), lowest_bits))
+        with e.when(e.less(0, e.and_(found, exponents + lowest_bits))):
             e.maximum_global(bad, mark)
 
     return note_not_finite

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..specs import FrequencySpec
 from .encoding_parts import EncodingParts, power_of_two_in
-from .per_dimension import make_per_dimension
+from .per_dimension import PerDimension, make_per_dimension
 
 np_f32, np_u32, np_u64 = np.float32, np.uint32, np.uint64
 TWO_PI, PI = np.float32(2 * math.pi), np.float32(math.pi)
@@ -87,6 +87,11 @@ def make_phases(target, memory, n_octaves: int, octave: Callable) -> Callable:
 
 def make_frequency(target, spec: FrequencySpec, memory, *, table_gradient: bool, input_gradient: bool) -> EncodingParts:
     """The parts of a frequency encoding; it has no table."""
+    return make_per_dimension(target, memory, frequency_functions(target, spec, memory), input_gradient=input_gradient)
+
+
+def frequency_functions(target, spec: FrequencySpec, memory) -> PerDimension:
+    """Sines and cosines, and their derivatives."""
     map_values, octave = target.map_fragment, make_octave(target, spec.n_frequencies)
 
     def sine_and_cosine(phase, k):
@@ -96,6 +101,10 @@ def make_frequency(target, spec: FrequencySpec, memory, *, table_gradient: bool,
     def slopes_of_both(phase, k):
         angle, frequency = TWO_PI * phase, PI * octave(k)
         return frequency * math.cos(angle), -frequency * math.sin(angle)
+
+    def curvatures_of_both(phase, k):
+        angle, frequency = TWO_PI * phase, PI * octave(k)
+        return -frequency * (frequency * math.sin(angle)), -frequency * (frequency * math.cos(angle))
 
     def pick(sine, cosine, column):
         return cosine if column % np_u32(2) == np_u32(1) else sine
@@ -123,9 +132,9 @@ def make_frequency(target, spec: FrequencySpec, memory, *, table_gradient: bool,
         return target.device(waves)
 
     per_dim = 2 * spec.n_frequencies
-    return make_per_dimension(
-        target, memory, n_dims=spec.n_input_dims, per_dim=per_dim, chunk=power_of_two_in(per_dim),
+    return PerDimension(
+        spec.n_input_dims, per_dim, power_of_two_in(per_dim),
         make_values=functools.partial(make_waves, target.scalar(sine_and_cosine)),
         make_slopes=functools.partial(make_waves, target.scalar(slopes_of_both)),
-        input_gradient=input_gradient,
+        make_curvatures=functools.partial(make_waves, target.scalar(curvatures_of_both)),
     )  # fmt: skip

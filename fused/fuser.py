@@ -11,22 +11,24 @@ control flow is the same in all threads of a block, so it is compiled for a GPU 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
 from ..specs import ModelSpec
-from .encoding_stage import make_encode, make_encode_backward, make_read_scale
+from .encoding_stage import make_encode, make_encode_backward
 from .fragments import (
     FragmentShape,
     Target,
-    make_load_matrix,
+    make_mask,
     make_note_not_finite,
     make_pack,
     make_restore,
     make_store_matrix,
     make_unpack,
     make_zeros,
+    packed_registers,
 )
 from .keepers import make_region, make_saved_keeper, make_tile_keeper, saved_units
 from .mlp import (
@@ -36,24 +38,31 @@ from .mlp import (
     make_write_partial_sums,
     n_accumulators,
 )
-from .network_stage import make_load_weights, make_network_forward, make_network_gradient
-from .plan import KernelPlan, layer_offsets
+from .network_stage import make_load_weights, make_loss_gradient, make_network_forward, make_network_gradient
+from .plan import KernelPlan, bias_offsets, layer_offsets
+from .prefetch import make_prefetch
 from .stage_io import (
     BAD,
     BATCH,
     IO_PARAMETERS,
     MARK,
-    SCALES,
     Y_STRIDE,
     GradientOptions,
     InferenceOptions,
     KernelBody,
     Y,
 )
-from .tiles import make_barriers, make_indices, make_load_fragment, make_store_fragment
+from .tiles import (
+    make_aligned_base,
+    make_barriers,
+    make_exchange,
+    make_indices,
+    make_load_fragment,
+    make_store_fragment,
+)
 
 
-def _make_first_row_of(target: Target, plan: KernelPlan) -> Callable:
+def make_first_row_of(target: Target, plan: KernelPlan) -> Callable:
     """first_row_of(tile): the first row of the batch that is this warp's in a tile."""
     _, _, warp_index, *_ = make_indices(target)
     u32, rows, tile_rows = target.u32, plan.rows, plan.tile_rows
@@ -66,13 +75,14 @@ def _make_first_row_of(target: Target, plan: KernelPlan) -> Callable:
 
 def make_inference_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, options: InferenceOptions) -> KernelBody:
     """y = network(encoding(x)) for all samples, `out` [batch, n_output_dims] being where `io` has targets."""
-    shared_base = target.dynamic_shared_base()
+    target = target.storing(plan.dtype)
+    shared_base = make_aligned_base(target, plan.shared_alignment)
     _, warp_barrier, _ = make_barriers(target)
     block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
     encode = make_encode(target, spec, plan, options)
     x_shape = FragmentShape(plan.rows, plan.x.columns)
     load_x = make_load_fragment(target, plan.x, x_shape)
-    first_row_of, u32, n_out = _make_first_row_of(target, plan), target.u32, spec.n_output_dims
+    first_row_of, u32, n_out = make_first_row_of(target, plan), target.u32, spec.n_output_dims
     if spec.network is None:
         store_y, unpack = make_store_matrix(target, x_shape, options.output_dtype), make_unpack(target, x_shape)
 
@@ -108,21 +118,33 @@ def make_single_gradient_kernel(
     target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions
 ) -> KernelBody:
     """Encode, forward, loss, backward and scatter; dW stays in registers to the end, then goes to the block's row."""
-    shared_base = target.dynamic_shared_base()
-    barrier, warp_barrier, _ = make_barriers(target)
+    target = target.storing(plan.dtype)
+    shared_base = make_aligned_base(target, plan.shared_alignment)
+    _, warp_barrier, _ = make_barriers(target)
+    before_weight_gradients, after_weight_gradients = make_exchange(target, plan.exchange)
     block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
     load_all, need = make_load_weights(target, plan, layer_offsets(spec))
     encode = make_encode(target, spec, plan, options)
     load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
-    h_keepers = [make_tile_keeper(target, tile, FragmentShape(plan.rows, tile.columns)) for tile in plan.h]
-    d_keepers = [make_tile_keeper(target, tile, FragmentShape(plan.rows, tile.columns)) for tile in plan.d]
+    h_keepers, d_keepers = (
+        [
+            make_tile_keeper(
+                target, tile, FragmentShape(plan.rows, tile.columns), in_registers=plan.remembers_in_registers
+            )
+            for tile in tiles
+        ]
+        for tiles in (plan.h, plan.d)
+    )
     network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
     zeros = make_zeros(target, n_accumulators(plan.layers))
     weight_gradients = make_weight_gradients(target, plan.layers)
     write = make_write_partial_sums(target, plan.layers)
-    block_sum, store_loss = make_block_sum(target, plan.threads), _make_store_loss(target)
-    first_row_of, u32, f32 = _make_first_row_of(target, plan), target.u32, target.f32
-    encoding_backward = _make_features_backward(target, spec, plan, options, need)
+    block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
+    first_row_of, u32, f32 = make_first_row_of(target, plan), target.u32, target.f32
+    encoding_backward = make_features_backward(target, spec, plan, options, need)
+    prefetch = (
+        make_prefetch(target, spec, plan, options) if plan.swizzled else target.device(lambda io, first_row: None)
+    )
 
     def gradient(n_tiles, partial_sums, row_bytes, losses, io):
         base = shared_base()
@@ -131,16 +153,17 @@ def make_single_gradient_kernel(
         tile, step = u32(block_index()), u32(n_blocks())
         while tile < n_tiles:
             first_row = first_row_of(tile)
+            prefetch(io, first_row_of(u32(tile + step)))
             encode(base, io, first_row)
             warp_barrier()
             d, value = network(base, io, u32(0), first_row, load_x(base))
             total = total + value
             encoding_backward(base, io, first_row, d)
-            barrier()
+            before_weight_gradients()
             accumulators = weight_gradients(base, accumulators)
-            barrier()
+            after_weight_gradients()
             tile = u32(tile + step)
-        write(base, accumulators, partial_sums, row_bytes, block_index(), u32(0), io[BAD], io[MARK])
+        write(base, accumulators, partial_sums, partial_sums, row_bytes, block_index(), u32(0), io[BAD], io[MARK])
         store_loss(losses, block_index(), block_sum(base, total))
 
     parameters = (
@@ -149,10 +172,10 @@ def make_single_gradient_kernel(
         ("row_bytes", "u32"),
         ("losses", "u64"),
     )
-    return KernelBody("gradient", gradient, parameters, IO_PARAMETERS)
+    return KernelBody("gradient", gradient, parameters, IO_PARAMETERS, target.format.n_planes > 1)
 
 
-def _make_features_backward(target, spec, plan, options, need) -> Callable:
+def make_features_backward(target, spec, plan, options, need) -> Callable:
     """backward(base, io, first_row, d): dL/d(features) = d W_0 through the dx tile to the encoding; or nothing."""
     if not options.encoding_gradient:
 
@@ -179,7 +202,7 @@ def _make_features_backward(target, spec, plan, options, need) -> Callable:
     return target.device(features_backward)
 
 
-def _make_store_loss(target: Target):
+def make_store_loss(target: Target):
     @target.intrinsic(["u64", "u32", "f32"], "void")
     def store_loss(e, losses, block, total):
         with e.when(e.equal(e.thread(), 0)):
@@ -190,24 +213,25 @@ def _make_store_loss(target: Target):
 
 def make_propagate_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions) -> KernelBody:
     """The staged plans' first kernel: as the single one, but fragments are saved and dW is left to others."""
-    shared_base = target.dynamic_shared_base()
+    target = target.storing(plan.dtype)
+    shared_base = make_aligned_base(target, plan.shared_alignment)
     _, warp_barrier, _ = make_barriers(target)
     block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
     warp_index = make_indices(target)[2]
     load_all, need = make_load_weights(target, plan, layer_offsets(spec))
     encode = make_encode(target, spec, plan, options)
     load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
-    h_units, d_units, _ = saved_units(spec, plan.rows)
-    fan_ins = [FragmentShape(plan.rows, fan_in).n_packed for _, fan_in in spec.layer_shapes]
-    fan_outs = [FragmentShape(plan.rows, fan_out).n_packed for fan_out, _ in spec.layer_shapes]
+    h_units, d_units, _ = saved_units(spec, plan.rows, target.format.packed_words)
+    fan_ins = [packed_registers(target, FragmentShape(plan.rows, fan_in)) for _, fan_in in spec.layer_shapes]
+    fan_outs = [packed_registers(target, FragmentShape(plan.rows, fan_out)) for fan_out, _ in spec.layer_shapes]
     h_keepers = [make_saved_keeper(target, u, n) for u, n in zip(h_units, fan_ins, strict=True)]
     d_keepers = [make_saved_keeper(target, u, n) for u, n in zip(d_units, fan_outs, strict=True)]
     keep_x = h_keepers[0].keep
     network = make_network_gradient(target, spec, plan, options, need, h_keepers[1:], d_keepers)
-    block_sum, store_loss = make_block_sum(target, plan.threads), _make_store_loss(target)
+    block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
     barrier = make_barriers(target)[0]
-    encoding_backward = _make_features_backward(target, spec, plan, options, need)
-    first_row_of, u32, f32, warps = _make_first_row_of(target, plan), target.u32, target.f32, plan.warps
+    encoding_backward = make_features_backward(target, spec, plan, options, need)
+    first_row_of, u32, f32, warps = make_first_row_of(target, plan), target.u32, target.f32, plan.warps
 
     def propagate(n_tiles, losses, io):
         base = shared_base()
@@ -230,26 +254,30 @@ def make_propagate_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
         barrier()
         store_loss(losses, block_index(), block_sum(base, total))
 
-    return KernelBody("propagate", propagate, (("n_tiles", "u32"), ("losses", "u64")), IO_PARAMETERS)
+    parameters = (("n_tiles", "u32"), ("losses", "u64"))
+    return KernelBody("propagate", propagate, parameters, IO_PARAMETERS, target.format.n_planes > 1)
 
 
 def make_weight_gradient_kernel(
     target: Target, spec: ModelSpec, plan: KernelPlan, layers: tuple[int, ...]
 ) -> KernelBody:
     """The staged plans' second kernel, for layers of one shape (the grid's y index counts through `layers`)."""
-    shared_base = target.dynamic_shared_base()
+    target = target.storing(plan.dtype)
+    shared_base = make_aligned_base(target, plan.shared_alignment)
     barrier, _, _ = make_barriers(target)
     _, _, warp_index, block_index, block_row, n_blocks = make_indices(target)
     (h_tile,), (d_tile,) = plan.h, plan.d
     h_shape, d_shape = FragmentShape(plan.rows, h_tile.columns), FragmentShape(plan.rows, d_tile.columns)
-    restore_h = make_restore(target, h_shape.n_packed, constant=True)
-    restore_d = make_restore(target, d_shape.n_packed, constant=True)
+    restore_h = make_restore(target, packed_registers(target, h_shape), constant=True)
+    restore_d = make_restore(target, packed_registers(target, d_shape), constant=True)
     store_h, store_d = make_store_fragment(target, h_tile, h_shape), make_store_fragment(target, d_tile, d_shape)
-    h_units, d_units, _ = saved_units(spec, plan.rows)
+    h_units, d_units, _ = saved_units(spec, plan.rows, target.format.packed_words)
     offsets = layer_offsets(spec)
     h_units_of = target.constant(np.array([h_units[i] for i in layers], np.uint32))
     d_units_of = target.constant(np.array([d_units[i] for i in layers], np.uint32))
     offset_of = target.constant(np.array([offsets[i] for i in layers], np.uint32))
+    starts = bias_offsets(spec) or offsets  # of no use where there are no biases
+    bias_offset_of = target.constant(np.array([starts[i] for i in layers], np.uint32))
     zeros = make_zeros(target, n_accumulators(plan.layers))
     weight_gradients = make_weight_gradients(target, plan.layers)
     write = make_write_partial_sums(target, plan.layers)
@@ -275,7 +303,8 @@ def make_weight_gradient_kernel(
             barrier()
             tile = u32(tile + step)
         place = parameter_address(partial_sums, offset_of(layer))
-        write(base, accumulators, place, row_bytes, block_index(), accumulate, bad, mark)
+        bias_place = parameter_address(partial_sums, bias_offset_of(layer))
+        write(base, accumulators, place, bias_place, row_bytes, block_index(), accumulate, bad, mark)
 
     parameters = (
         ("saved", "u64"),
@@ -293,36 +322,67 @@ def make_weight_gradient_kernel(
 def make_encoding_gradient_kernel(
     target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions
 ) -> KernelBody:
-    """Backward pass of a bare encoding: given dL/dy, its table's gradient and dL/dx."""
-    shared_base = target.dynamic_shared_base()
-    _, warp_barrier, _ = make_barriers(target)
+    """Backward pass of a bare encoding: its table's gradient and dL/dx for a given dL/dy, or for that of a loss, whose
+    outputs are then computed first, in the tile in which their gradient will stand."""
+    target = target.storing(plan.dtype)
+    shared_base = make_aligned_base(target, plan.shared_alignment)
+    barrier, warp_barrier, _ = make_barriers(target)
     block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
     shape = FragmentShape(plan.rows, plan.dx.columns)
-    load_y, pack = make_load_matrix(target, shape, options.target_dtype), make_pack(target, shape)
-    store = make_store_fragment(target, plan.dx, shape)
+    pack, unpack, mask = make_pack(target, shape), make_unpack(target, shape), make_mask(target, shape)
+    store, load = make_store_fragment(target, plan.dx, shape), make_load_fragment(target, plan.dx, shape)
     encode_backward = make_encode_backward(target, spec, plan, options)
-    first_row_of, u32, n_out = _make_first_row_of(target, plan), target.u32, spec.n_output_dims
-    given_scale, map_values = make_read_scale(target, 0), target.map_fragment
+    first_row_of, u32, f32, n_out = make_first_row_of(target, plan), target.u32, target.f32, spec.n_output_dims
+    loss_gradient = make_loss_gradient(target, spec, options, shape)
     note_not_finite = make_note_not_finite(target, shape)
 
-    def multiply(a, b):
-        return a * b
+    if options.loss is None:
 
-    multiply = target.scalar(multiply)
+        def gradient_of_tile(base, io, first_row):
+            g, total = loss_gradient(io, first_row, u32(0), u32(0))
+            return pack(g), total
 
-    def gradient(n_tiles, io):
-        base = shared_base()
-        scale = given_scale(io[SCALES])
+    else:
+        encode = make_encode(target, spec, dataclasses.replace(plan, x=plan.dx), options)
+
+        def gradient_of_tile(base, io, first_row):
+            encode(base, io, first_row)
+            warp_barrier()
+            g, total = loss_gradient(io, first_row, u32(0), unpack(load(base)))
+            warp_barrier()
+            return pack(mask(g, first_row, io[BATCH], u32(n_out))), total
+
+    gradient_of_tile = target.device(gradient_of_tile)
+    block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
+
+    def all_tiles(base, n_tiles, io):
+        total = f32(0)
         tile, step = u32(block_index()), u32(n_blocks())
         while tile < n_tiles:
             first_row = first_row_of(tile)
-            given = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out))
-            dx = pack(map_values(multiply, given, scale))
+            dx, value = gradient_of_tile(base, io, first_row)
+            total = total + value
             note_not_finite(dx, io[BAD], io[MARK])
             store(base, dx)
             warp_barrier()
             encode_backward(base, io, first_row)
             warp_barrier()
             tile = u32(tile + step)
+        return total
 
-    return KernelBody("encoding_gradient", gradient, (("n_tiles", "u32"),), IO_PARAMETERS)
+    all_tiles = target.device(all_tiles)
+    if options.loss is None:
+
+        def gradient(n_tiles, io):
+            all_tiles(shared_base(), n_tiles, io)
+
+        return KernelBody("encoding_gradient", gradient, (("n_tiles", "u32"),), IO_PARAMETERS)
+
+    def gradient_and_loss(n_tiles, losses, io):
+        base = shared_base()
+        total = all_tiles(base, n_tiles, io)
+        barrier()
+        store_loss(losses, block_index(), block_sum(base, total))
+
+    own = (("n_tiles", "u32"), ("losses", "u64"))
+    return KernelBody("encoding_gradient", gradient_and_loss, own, IO_PARAMETERS)

@@ -7,18 +7,19 @@ n_out * batch, fine for gradients of means, would overflow float16 for gradients
 
 from __future__ import annotations
 
-import numpy as np
-
+from .arithmetic import make_index_arithmetic
 from .fragments import Target
 from .stage_io import KernelBody
 from .tiles import make_indices
 
 THREADS = 256
+MAX_ELEMENTS = 1 << 31
+"""Most elements of a launch: their numbers, and one step of the grid more, fit 32 bits."""
 
 
 def make_largest_gradient_kernel(target: Target, dtype: str) -> KernelBody:
-    """The bits of max |dL/dy| into `maximum`, which must hold 0 before: for float32 numbers of one sign, larger bits
-    mean larger numbers."""
+    """The bits of max |dL/dy| of up to `MAX_ELEMENTS` into `maximum`, which must hold 0 or those of others before: for
+    float32 numbers of one sign, larger bits mean larger numbers."""
     size, kind = {"float32": (4, "f32"), "float16": (2, "u16")}[dtype]
     thread_index, _, _, block_index, _, n_blocks_of = make_indices(target)
     u32 = target.u32
@@ -36,16 +37,8 @@ def make_largest_gradient_kernel(target: Target, dtype: str) -> KernelBody:
     def larger(a, b):
         return max(a, b)
 
-    def smaller(a, b):
-        return min(a, b)
-
-    def quotient(a, b):
-        return np.uint32(a // b)
-
-    def remainder(a, b):
-        return np.uint32(a % b)
-
-    larger, smaller, quotient, remainder = (target.scalar(f) for f in (larger, smaller, quotient, remainder))
+    larger = target.scalar(larger)
+    smaller, _, quotient, remainder = make_index_arithmetic(target)
 
     def body(y, y_stride, batch, n_columns, maximum):
         n_elements = u32(batch * n_columns)

@@ -94,7 +94,7 @@ def make_hash(target, spec: GridSpec):
     """
     n_dims, u32, u64, unroll = spec.n_input_dims, target.u32, target.u64, target.unroll_full
     if spec.hash == "Rng":
-        output, bits = _make_random_output(target, RNG_SEED), 64 // n_dims
+        output, bits = make_random_output(target, RNG_SEED), 64 // n_dims
 
         def hash_of(cells, corner):
             step = u64(0)
@@ -127,7 +127,7 @@ def make_hash(target, spec: GridSpec):
     return target.device(hash_of)
 
 
-def _make_random_output(target, seed: int):
+def make_random_output(target, seed: int):
     """output(step) -> the pcg32's output after `step` steps from the seed (uint64). A step is s -> a s + c modulo 2^64;
     2^i steps have the same form, and those of the bits of `step` are taken."""
     generator = Pcg32(seed)

@@ -8,19 +8,46 @@ find each other's kernels.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..layout import n_network_params, n_params
-from ..specs import AdamSpec, ModelSpec
-from . import fuser, gradient_scale_kernels, optimizer_kernels
+from ..parameter_sizes import ParameterSizes
+from ..specs import CompositeOptimizerSpec, ModelSpec, OptimizerSpec
+from . import fuser, gradient_scale_kernels, level_kernels, optimizer_kernels
 from .cache import CompiledKernel
 from .compiler import MAX_SPILL_BYTES, CompileError
 from .fragments import Target
 from .gradient_scale_kernels import make_largest_gradient_kernel, make_write_scales_kernel
-from .plan import Architecture, KernelPlan, StagedPlan, encoding_gradient_plan, gradient_plans, inference_plans
+from .layer_jobs import layered_kernels
+from .layer_optimizers import SHARED_BYTES as LAYER_SHARED_BYTES
+from .layer_optimizers import LayerKernel, LayerLeaf
+from .layer_plan import LayeredPlan, LayerGradientPlan, ProductPlan, layered_gradient_plans, layered_inference_plans
+from .level_plan import LevelPlan, LevelSplitPlan, level_split_gradient_plans, level_split_inference_plans
+from .losses import needs_luminance
+from .optimizer_chains import Chain, make_after_kernel, make_chain_kernel
+from .optimizer_contract import Optimizer, Slice
+from .optimizer_state import VECTOR
+from .optimizers import CLASSES
+from .phased_kernel import make_phased_gradient_kernel
+from .phased_plan import PhasedPlan
+from .plan import (
+    Architecture,
+    KernelPlan,
+    PlanError,
+    StagedPlan,
+    encoding_gradient_plan,
+    gradient_plans,
+    inference_plans,
+)
+from .planes import network_behind_planes
 from .stage_io import GradientOptions, InferenceOptions, KernelBody
+
+AnyKernelPlan = KernelPlan | LevelPlan | ProductPlan | LayerGradientPlan
+"""One kernel's layout."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +56,13 @@ class KernelSource:
 
     make_body: Callable[[Target], KernelBody]
     description: str
-    plan: KernelPlan | None = None  # None: no tiles, and the following numbers hold
+    plan: AnyKernelPlan | None = None  # None: no tiles, and the following numbers hold
     threads: int = 0
     min_blocks: int = 1
     shared_bytes: int = 0
 
     @classmethod
-    def planned(cls, make_body: Callable[[Target], KernelBody], description: str, plan: KernelPlan) -> KernelSource:
+    def planned(cls, make_body: Callable[[Target], KernelBody], description: str, plan: AnyKernelPlan) -> KernelSource:
         return cls(make_body, f"{description} {plan!r}", plan, plan.threads, plan.min_blocks, plan.shared_bytes)
 
     @property
@@ -60,8 +87,9 @@ Chosen = tuple[object, list[tuple[KernelSource, CompiledKernel]]]
 
 
 def choose(job: Job, chip: Architecture, compile_source: Callable[[KernelSource], CompiledKernel]) -> Chosen:
-    """(plan, its kernels) of a job's first candidate of which no kernel spills."""
-    reasons = []
+    """(plan, its kernels) of a job's first candidate of which no kernel spills, and none has its wgmma serialised; if
+    all do either, the first that is only serialised."""
+    reasons, serialized = [], None
     for plan in job.plans(chip):
         kernels, problem = [], None
         for source in job.sources(plan):
@@ -74,23 +102,55 @@ def choose(job: Job, chip: Architecture, compile_source: Callable[[KernelSource]
             if compiled.spill_bytes > MAX_SPILL_BYTES:
                 problem = f"{source.plan_in_words}: {compiled.spill_bytes} bytes spilled"
                 break
-        if problem is None:
+        if problem is None and any(compiled.serialized for _, compiled in kernels):
+            serialized = serialized or (plan, kernels)
+        elif problem is None:
             return plan, kernels
-        reasons.append(problem)
+        else:
+            reasons.append(problem)
+    if serialized is not None:
+        return serialized
     raise CompileError("no kernel plan can be used: " + "; ".join(dict.fromkeys(reasons)))
+
+
+def _then_layer_by_layer(
+    make_fused: Callable, make_layered: Callable, spec: ModelSpec, chip: Architecture, dtype: str
+) -> list:
+    """Fused candidates, if there are any, and behind them those that go layer by layer."""
+    try:
+        fused = make_fused(spec, chip, dtype=dtype)
+    except PlanError:
+        return make_layered(spec, chip, dtype)
+    try:
+        return [*fused, *make_layered(spec, chip, dtype)]
+    except PlanError:
+        return fused
+
+
+def _layered_sources(spec: ModelSpec, options, plan: LayeredPlan) -> list[KernelSource]:
+    return [
+        KernelSource.planned(make_body, f"{role} {text}", kernel_plan)
+        for role, make_body, text, kernel_plan in layered_kernels(spec, options, plan)
+    ]
 
 
 @dataclass(frozen=True)
 class InferenceJob:
-    """Outputs of a batch, by one kernel."""
+    """Outputs of a batch, by one kernel where the network fits one, else layer by layer."""
 
     spec: ModelSpec
     options: InferenceOptions
+    dtype: str = "float16"
 
-    def plans(self, chip: Architecture) -> list[KernelPlan]:
-        return inference_plans(self.spec, chip)
+    def plans(self, chip: Architecture) -> list[KernelPlan | LayeredPlan]:
+        if self.spec.network is None:
+            return inference_plans(self.spec, chip, self.dtype)
+        return _then_layer_by_layer(inference_plans, layered_inference_plans, self.spec, chip, self.dtype)
 
-    def sources(self, plan: KernelPlan) -> list[KernelSource]:
+    def sources(self, plan: KernelPlan | LayeredPlan) -> list[KernelSource]:
+        if isinstance(plan, LayeredPlan):
+            return _layered_sources(self.spec, self.options, plan)
+
         def make_body(target):
             return fuser.make_inference_kernel(target, self.spec, plan, self.options)
 
@@ -102,21 +162,37 @@ class InferenceJob:
 
 @dataclass(frozen=True)
 class GradientJob:
-    """Gradients of a batch: single where dW fits the registers, else staged."""
+    """Gradients of a batch: single where dW fits the registers, else staged, else layer by layer."""
 
     spec: ModelSpec
     options: GradientOptions
+    dtype: str = "float16"
 
-    def plans(self, chip: Architecture) -> list[KernelPlan | StagedPlan]:
+    def plans(self, chip: Architecture) -> list[KernelPlan | StagedPlan | LayeredPlan]:
         if self.spec.network is None:
-            return [encoding_gradient_plan(self.spec, chip)]
-        return gradient_plans(self.spec, chip, encoding_gradient=self.options.encoding_gradient)
+            return [encoding_gradient_plan(self.spec, chip, self.dtype)]
+        fused = functools.partial(gradient_plans, encoding_gradient=self.options.encoding_gradient)
+        return _then_layer_by_layer(fused, self._layered_plans, self.spec, chip, self.dtype)
 
-    def sources(self, plan: KernelPlan | StagedPlan) -> list[KernelSource]:
+    def _layered_plans(self, spec: ModelSpec, chip: Architecture, dtype: str) -> list[LayeredPlan]:
+        """A luminance is that of the first columns, so a block must have all of its rows' columns."""
+        plans, loss = layered_gradient_plans(spec, chip, dtype), self.options.loss
+        if loss is None or not needs_luminance(loss):
+            return plans
+        plans = [plan for plan in plans if plan.output.columns >= spec.padded_output_width]
+        if not plans:
+            raise PlanError(f"the loss {loss} of {spec.n_output_dims} outputs, layer by layer, has no fused kernel yet")
+        return plans
+
+    def sources(self, plan: KernelPlan | StagedPlan | LayeredPlan) -> list[KernelSource]:
         spec, options = self.spec, self.options
+        if isinstance(plan, LayeredPlan):
+            return _layered_sources(spec, options, plan)
         text = f"{spec!r} {options!r}"
         if isinstance(plan, KernelPlan):
             make = fuser.make_encoding_gradient_kernel if spec.network is None else fuser.make_single_gradient_kernel
+            if isinstance(plan, PhasedPlan):
+                make = make_phased_gradient_kernel
             return [KernelSource.planned(lambda target: make(target, spec, plan, options), f"{plan.kind} {text}", plan)]
         sources = [
             KernelSource.planned(
@@ -144,6 +220,57 @@ class GradientJob:
         return f"gradients, {options.input_dtype} and {given}{density}{dx}"
 
 
+def _level_source(spec: ModelSpec, plan: LevelPlan, options: InferenceOptions | GradientOptions) -> KernelSource:
+    makers = {
+        "encode levels": level_kernels.make_encode_levels_kernel,
+        "level gradients": level_kernels.make_level_gradients_kernel,
+    }
+    text = f"{plan.kind} {spec.encoding!r} {options.input_dtype} {options.aligned_input}"
+    return KernelSource.planned(lambda target: makers[plan.kind](target, spec, plan, options), text, plan)
+
+
+@dataclass(frozen=True)
+class LevelSplitInferenceJob:
+    """As `InferenceJob`, the grid level by level in kernels of its own."""
+
+    spec: ModelSpec
+    options: InferenceOptions
+
+    def plans(self, chip: Architecture) -> list[LevelSplitPlan]:
+        return level_split_inference_plans(self.spec, chip)
+
+    def sources(self, plan: LevelSplitPlan) -> list[KernelSource]:
+        options = InferenceOptions("float16", True, self.options.output_dtype)
+        (network,) = InferenceJob(network_behind_planes(self.spec), options).sources(plan.network)
+        return [*(_level_source(self.spec, p, self.options) for p in plan.encode), network]
+
+    def describe(self) -> str:
+        return f"inference of large batches, {self.options.input_dtype} to {self.options.output_dtype}"
+
+
+@dataclass(frozen=True)
+class LevelSplitGradientJob:
+    """As `GradientJob`, the grid level by level in kernels of its own. There is no gradient of inputs."""
+
+    spec: ModelSpec
+    options: GradientOptions
+
+    def plans(self, chip: Architecture) -> list[LevelSplitPlan]:
+        return level_split_gradient_plans(self.spec, chip)
+
+    def sources(self, plan: LevelSplitPlan) -> list[KernelSource]:
+        options = dataclasses.replace(self.options, input_dtype="float16", aligned_input=True)
+        (network,) = GradientJob(network_behind_planes(self.spec), options).sources(plan.network)
+        return [
+            *(_level_source(self.spec, p, self.options) for p in plan.encode),
+            network,
+            *(_level_source(self.spec, p, self.options) for p in plan.gradients),
+        ]
+
+    def describe(self) -> str:
+        return f"{GradientJob(self.spec, self.options).describe()}, large batches"
+
+
 @dataclass(frozen=True)
 class _ElementWiseJob:
     """Kernels without a plan to choose: there is one candidate, None."""
@@ -154,25 +281,127 @@ class _ElementWiseJob:
 
 @dataclass(frozen=True)
 class OptimizerJob(_ElementWiseJob):
-    """What comes behind a gradient program: Adam, or with `optimizer` None the collection of gradients."""
+    """What updates one slice of the parameters, behind a gradient program.
 
-    optimizer: AdamSpec | None
+    links         the optimizers of its chain without what they are around, the outermost first
+    vector        encoding parameters a thread; in `after`, which knows no network, all parameters
+    biases        whether some of the network's parameters are no matrices
+    sizes         of the slice, where the leaf works layer by layer
+    dtype         that the model computes in, and so what parameters are handed to its kernels as
+    fixed_point   whether the table's gradient is in fixed point
+    """
+
+    links: tuple[OptimizerSpec, ...]
+    vector: int = VECTOR
+    vector_after: int = VECTOR
+    biases: bool = False
+    sizes: ParameterSizes | None = None
+    dtype: str = "float16"
+    fixed_point: bool = False
+
+    def layer_kernels(self) -> list[LayerKernel]:
+        leaf = CLASSES[type(self.links[-1])]
+        return leaf.layer_kernels(self.links[-1], self.sizes) if issubclass(leaf, LayerLeaf) else []
 
     def sources(self, plan: None) -> list[KernelSource]:
-        def make_body(target):
-            if self.optimizer is None:
-                return optimizer_kernels.make_collect_kernel(target)
-            return optimizer_kernels.make_adam_kernel(target, self.optimizer)
+        layer_kernels = self.layer_kernels()
+        if not layer_kernels:
+            return [self._chain_source(Chain(self.links))]
+        kinds = [CLASSES[type(spec)] for spec in self.links]
+        sources = [self._chain_source(Chain(self.links, after=False))]
+        for number, kernel in enumerate(layer_kernels):
+            description = f"layer optimizer {self.links[-1]!r} {self.sizes!r} {number} {self.dtype}"
+            sources.append(
+                KernelSource(
+                    lambda target, kernel=kernel: kernel.make_body(target.storing(self.dtype)), description,
+                    threads=kernel.threads, shared_bytes=LAYER_SHARED_BYTES,
+                )
+            )  # fmt: skip
+        if any(kind.averages or kind.moves_before for kind in kinds):
+            chain = Chain(self.links, before=False)
+            sources.append(
+                KernelSource(
+                    lambda target: make_after_kernel(target.storing(self.dtype), chain, self.vector_after),
+                    f"after {self._names} vector={self.vector_after} {self.dtype}", threads=optimizer_kernels.THREADS,
+                )
+            )  # fmt: skip
+        return sources
 
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(repr, self.links))
+
+    def _chain_source(self, chain: Chain) -> KernelSource:
+        kind = "optimizer" if chain.is_whole else "before"
+        sums = " fixed point" if self.fixed_point else ""
+        how = {"biases": self.biases, "fixed_point": self.fixed_point}
+        return KernelSource(
+            lambda target: make_chain_kernel(target.storing(self.dtype), chain, self.vector, **how),
+            f"{kind} {self._names} vector={self.vector} biases={self.biases}{sums} {self.dtype}",
+            threads=optimizer_kernels.THREADS, min_blocks=optimizer_kernels.MIN_BLOCKS,
+            shared_bytes=optimizer_kernels.SHARED_BYTES,
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        return "optimizer"
+
+
+def optimizer_jobs(
+    optimizer: Optimizer, n_network: int, dtype: str = "float16", *, fixed_point: bool = False
+) -> list[tuple[OptimizerJob, Slice, list[Optimizer]]]:
+    """A job for each slice of the parameters that has optimizers of its own, with the slice and those optimizers.
+
+    Those of an empty slice still count their steps.
+    """
+    total = optimizer.where.sizes.n_params
+    jobs = []
+    for where, chain in optimizer.chains():
+        links = [part for part in chain if part.fields is not None]
+        start, stop = where.start, where.stop
+
+        def vector(first: int, start: int = start, stop: int = stop) -> int:
+            """Of the parameters from `first` on; a vector must not reach into the next slice."""
+            starts_whole = start < first or start % VECTOR == 0
+            return VECTOR if starts_whole and (stop <= first or stop == total or stop % VECTOR == 0) else 1
+
+        job = OptimizerJob(
+            tuple(bare(part.spec) for part in links),
+            vector(n_network),
+            vector(0),
+            biases=where.sizes.n_matrix_params < min(n_network - start, where.sizes.n_params),
+            sizes=where.sizes if isinstance(links[-1], LayerLeaf) else None,
+            dtype=dtype,
+            fixed_point=fixed_point,
+        )
+        jobs.append((job, where, links))
+    return jobs
+
+
+def bare(spec: OptimizerSpec) -> OptimizerSpec:
+    """What a link is a function of: an optimizer without those that it is around."""
+    if isinstance(spec, CompositeOptimizerSpec):
+        return dataclasses.replace(spec, nested=(), n_params_to_optimize=())
+    return dataclasses.replace(spec, nested=None) if hasattr(spec, "nested") else spec
+
+
+@dataclass(frozen=True)
+class CollectJob(_ElementWiseJob):
+    """Gradients handed out instead; `fixed_point` as in `OptimizerJob`."""
+
+    fixed_point: bool = False
+
+    def sources(self, plan: None) -> list[KernelSource]:
         return [
             KernelSource(
-                make_body, f"optimizer {self.optimizer!r}", threads=optimizer_kernels.THREADS,
+                lambda target: optimizer_kernels.make_collect_kernel(target, fixed_point=self.fixed_point),
+                "collect gradients, fixed point" if self.fixed_point else "collect gradients",
+                threads=optimizer_kernels.THREADS,
                 min_blocks=optimizer_kernels.MIN_BLOCKS, shared_bytes=optimizer_kernels.SHARED_BYTES,
             )
         ]  # fmt: skip
 
     def describe(self) -> str:
-        return "gradients handed out" if self.optimizer is None else "optimizer"
+        return "gradients handed out"
 
 
 @dataclass(frozen=True)
@@ -197,6 +426,7 @@ class GradientScaleJob(_ElementWiseJob):
 
 # ----------------------------------------------------------------------------------------- calls to jobs
 
+
 ALIGNMENT = 16
 
 
@@ -213,22 +443,44 @@ def training_job(
     *,
     loss: str | None,
     density_dtype: str | None = None,
-) -> GradientJob:
-    """The gradients of a training step; `loss` None: with output gradients given in place of targets."""
+    split: bool = False,
+    dtype: str = "float16",
+    **how: bool,
+) -> GradientJob | LevelSplitGradientJob:
+    """The gradients of a training step; `loss` None: with output gradients given in place of targets; `split`: the
+    grid level by level, in float16; `dtype`: that the model computes in, the others being those of arrays.
+
+    how   fixed_point and max_level, as in `GradientOptions`
+    """
     options = GradientOptions(
         input_dtype=input_dtype, aligned_input=aligned, target_dtype=target_dtype, loss=loss,
-        density_dtype=density_dtype, table_gradient=n_params(spec) > n_network_params(spec),
+        density_dtype=density_dtype, table_gradient=n_params(spec) > n_network_params(spec), **how,
     )  # fmt: skip
-    return GradientJob(spec, options)
+    return LevelSplitGradientJob(spec, options) if split else GradientJob(spec, options, dtype)
+
+
+def inference_job(
+    spec: ModelSpec, options: InferenceOptions, *, split: bool = False, dtype: str = "float16"
+) -> InferenceJob | LevelSplitInferenceJob:
+    """The outputs of a batch; `split`: the grid level by level, in float16."""
+    return LevelSplitInferenceJob(spec, options) if split else InferenceJob(spec, options, dtype)
 
 
 def backward_job(
-    spec: ModelSpec, input_dtype: str, aligned: bool, gradient_dtype: str, *, params: bool, input: bool
+    spec: ModelSpec,
+    input_dtype: str,
+    aligned: bool,
+    gradient_dtype: str,
+    *,
+    params: bool,
+    input: bool,
+    dtype: str = "float16",
+    **how: bool,
 ) -> GradientJob | None:
     """The gradients of a backward pass, of parameters and inputs where asked for; None where no kernel is needed."""
     has_table = n_params(spec) > n_network_params(spec)
     options = GradientOptions(
         input_dtype=input_dtype, aligned_input=aligned, target_dtype=gradient_dtype, loss=None,
-        table_gradient=has_table and params, input_gradient=input,
+        table_gradient=has_table and params, input_gradient=input, **how,
     )  # fmt: skip
-    return GradientJob(spec, options) if spec.network is not None or options.encoding_gradient else None
+    return GradientJob(spec, options, dtype) if spec.network is not None or options.encoding_gradient else None

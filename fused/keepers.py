@@ -17,21 +17,31 @@ from .tiles import make_load_fragment, make_store_fragment
 
 @dataclass(frozen=True)
 class Keeper:
-    """keep(base, io, slot, packed) and recall(base, io, slot) of one matrix of a tile's samples."""
+    """keep(base, io, slot, packed) -> what stays in registers, and recall(base, io, slot, that) -> packed, of one
+    matrix of a tile's samples. What `recall` does not use, registers need not hold."""
 
     keep: Callable
     recall: Callable
 
 
-def make_tile_keeper(target: Target, tile, shape: FragmentShape) -> Keeper:
-    """In a shared tile, where the weight gradient will read it too."""
+def make_tile_keeper(target: Target, tile, shape: FragmentShape, *, in_registers: bool = False) -> Keeper:
+    """In a shared tile, where the weight gradient will read it; on the way back it is read there too, or is still in
+    registers."""
     store, load = make_store_fragment(target, tile, shape), make_load_fragment(target, tile, shape)
 
     def keep(base, io, slot, packed):
         store(base, packed)
+        return packed
 
-    def recall(base, io, slot):
-        return load(base)
+    if in_registers:
+
+        def recall(base, io, slot, packed):
+            return packed
+
+    else:
+
+        def recall(base, io, slot, packed):
+            return load(base)
 
     return Keeper(target.device(keep), target.device(recall))
 
@@ -54,14 +64,15 @@ def make_saved_keeper(target: Target, units: int, n_packed: int) -> Keeper:
 
     def keep(base, io, slot, packed):
         save(region(io[SAVED], io[N_SLOTS], u32(units)), slot, packed)
+        return packed
 
-    def recall(base, io, slot):
+    def recall(base, io, slot, packed):
         return restore(region(io[SAVED], io[N_SLOTS], u32(units)), slot)
 
     return Keeper(target.device(keep), target.device(recall))
 
 
-def saved_units(spec: ModelSpec, rows: int) -> tuple[list[int], list[int], int]:
+def saved_units(spec: ModelSpec, rows: int, packed_words: int = 1) -> tuple[list[int], list[int], int]:
     """Where staged plans save the inputs of each layer and the gradients of its outputs, and how much in all.
 
     In registers a lane before it: ([x, h_1 ...], [d_1 ... d_out], total).
@@ -70,6 +81,6 @@ def saved_units(spec: ModelSpec, rows: int) -> tuple[list[int], list[int], int]:
     starts, total = [], 0
     for width in widths:
         starts.append(total)
-        total += FragmentShape(rows, width).n_packed
+        total += packed_words * FragmentShape(rows, width).n_packed
     n_layers = len(spec.layer_shapes)
     return starts[:n_layers], starts[n_layers:], total

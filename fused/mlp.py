@@ -5,8 +5,10 @@ For samples s (rows), W [fan_out, fan_in], activations h [s, fan_in] and gradien
     forward          z  = h W^T          h, z in registers, W in its shared tile
     backward         d' = d W            d, d' in registers, W in the same tile, read transposed
     weight gradient  dW = sum_s d^T h    d, h in shared tiles, dW in registers for as long as the kernel lives
+    bias gradient    db = sum_s d^T 1    beside dW, with a matrix of ones in place of h
 
-Each is one intrinsic that writes a whole batch of mma.m16n8k16 with float16 operands and float32 accumulation.
+Each is one intrinsic that writes a whole batch of mma.m16n8k16 with operands in the target's number format and float32
+accumulation; or of wgmma where the weights' tile is swizzled (`warpgroup_mlp.py`).
 """
 
 from __future__ import annotations
@@ -14,46 +16,80 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .fragments import FragmentShape, Target
-from .tiles import Tile
+from .fragments import FragmentShape, Target, packed_block, packed_registers
+from .swizzled_tile import SwizzledTile
+from .tiles import AnyTile
+from .warpgroup_mlp import add_products, make_warpgroup_product
+from .wgmma import WARPGROUP
 
 
 @functools.cache
-def make_forward_product(target: Target, weights: Tile, rows: int):
+def make_forward_product(target: Target, weights: AnyTile, rows: int):
     """product(base, h) -> z [rows, fan_out] in accumulator form, from h [rows, fan_in] packed."""
-    operand, result = FragmentShape(rows, weights.columns), FragmentShape(rows, weights.rows)
-    return _make_product(target, weights, operand, result, transposed=False)
+    return _make_product(target, weights, rows, transposed=False)
 
 
 @functools.cache
-def make_backward_product(target: Target, weights: Tile, rows: int):
+def make_backward_product(target: Target, weights: AnyTile, rows: int):
     """product(base, d) -> d W [rows, fan_in] in accumulator form, from d [rows, fan_out] packed."""
-    operand, result = FragmentShape(rows, weights.rows), FragmentShape(rows, weights.columns)
-    return _make_product(target, weights, operand, result, transposed=True)
+    return _make_product(target, weights, rows, transposed=True)
 
 
-def _make_product(target: Target, weights: Tile, operand: FragmentShape, result: FragmentShape, *, transposed: bool):
-    n_row_blocks, n_k, n_columns = operand.rows // 16, operand.columns // 16, result.columns // 16
+def _make_product(target: Target, weights: AnyTile, rows: int, *, transposed: bool):
+    multiply, operand, result = _product_body(target, weights, rows, transposed=transposed)
+    if isinstance(weights, SwizzledTile):
+        return make_warpgroup_product(target, weights, operand, result, transposed=transposed)
 
-    @target.intrinsic(["u32", ("u32", operand.n_packed)], ("f32", result.n_elements))
+    @target.intrinsic(["u32", ("u32", packed_registers(target, operand))], ("f32", result.n_elements))
     def product(e, base, packed):
-        address = weights.straight(e, base) if transposed else weights.crossed(e, base)
-        blocks = [[None] * n_columns for _ in range(n_row_blocks)]
-        for n in range(n_columns):
-            sums = [[[e.f32(0.0)] * 4 for _ in range(2)] for _ in range(n_row_blocks)]
-            for k in range(n_k):
-                offset = weights.block(k, n) if transposed else weights.block(n, k)
-                b = e.ldmatrix(address, offset, transposed=transposed)
-                for m in range(n_row_blocks):
-                    first = 4 * (m * n_k + k)
-                    a = packed[first : first + 4]
-                    for half in range(2):
-                        sums[m][half] = e.mma(a, b[2 * half : 2 * half + 2], sums[m][half])
-            for m in range(n_row_blocks):
-                blocks[m][n] = [*sums[m][0], *sums[m][1]]
-        return [value for row in blocks for block in row for value in block]
+        return multiply(e, base, packed, [e.f32(0.0)] * result.n_elements)
 
     return product
+
+
+@functools.cache
+def make_add_product(target: Target, weights: AnyTile, rows: int, *, transposed: bool):
+    """add(base, operand, sums) -> sums + operand W^T, or + operand W where `transposed`: of matrices in pieces."""
+    multiply, operand, result = _product_body(target, weights, rows, transposed=transposed)
+
+    kinds = ["u32", ("u32", packed_registers(target, operand)), ("f32", result.n_elements)]
+
+    @target.intrinsic(kinds, ("f32", result.n_elements))
+    def add_product(e, base, packed, sums):
+        return multiply(e, base, packed, sums)
+
+    return add_product
+
+
+def _product_body(target: Target, weights: AnyTile, rows: int, *, transposed: bool):
+    """(multiply(e, base, packed, sums), shape of the operand, shape of the result)."""
+    if transposed:
+        operand, result = FragmentShape(rows, weights.rows), FragmentShape(rows, weights.columns)
+    else:
+        operand, result = FragmentShape(rows, weights.columns), FragmentShape(rows, weights.rows)
+    n_row_blocks, n_k, n_columns = operand.rows // 16, operand.columns // 16, result.columns // 16
+    number_format, planes = target.format, range(target.format.n_planes)
+    order = [(n, k) for n in range(n_columns) for k in range(n_k)]
+    if number_format.n_planes > 1:  # an operand is taken apart once, for all columns
+        order.sort(key=lambda place: place[1])
+
+    def multiply(e, base, packed, before):
+        address = weights.straight(e, base) if transposed else weights.crossed(e, base)
+        blocks = [[before[i : i + 4], before[i + 4 : i + 8]] for i in range(0, result.n_elements, 8)]
+        sums = [blocks[m * n_columns : (m + 1) * n_columns] for m in range(n_row_blocks)]
+        operands = {}
+        for n, k in order:
+            row, column = (k, n) if transposed else (n, k)
+            b = [e.ldmatrix(*weights.place(e, address, row, column, p), transposed=transposed) for p in planes]
+            for m in range(n_row_blocks):
+                if (m, k) not in operands:
+                    operands[m, k] = packed_block(e, number_format, packed, m * n_k + k)
+                for half in range(2):
+                    part = [registers[2 * half : 2 * half + 2] for registers in b]
+                    sums[m][n][half] = number_format.multiply_add(e, operands[m, k], part, sums[m][n][half])
+        return [value for row in sums for block in row for half in block for value in half]
+
+    return multiply, operand, result
 
 
 @dataclass(frozen=True)
@@ -63,20 +99,35 @@ class WeightGradient:
     Each warp keeps `row_blocks` x `column_blocks` blocks of 16x16, over 1 / sample_parts of the tile's samples. Where
     the blocks don't divide evenly, the last warps' parts are moved back to fit and overlap the part before; a block is
     *owned*, and written out, by the warp whose unmoved part it lies in.
+
+    Where the layer has biases, each warp also keeps the sums of d of its row blocks, in four registers a block: the
+    product of d^T and ones, whose columns are all alike. Warps of the first column write them.
+
+    With `transposed` False, the warps of a part are warpgroups and wgmma sums dW, 16 rows a warp and 64 a warpgroup;
+    with True, dW^T, whose rows are the columns of W. Tiles are then swizzled. With None, it is mma.m16n8k16.
     """
 
-    d: Tile  # [samples, fan_out]
-    h: Tile  # [samples, fan_in]
+    d: AnyTile  # [samples, fan_out]
+    h: AnyTile  # [samples, fan_in]
     parameter_offset: int  # of this layer in the flat vector
     warp_rows: int
     warp_columns: int
     sample_parts: int
+    bias_offset: int | None = None  # of this layer's biases; None: it has none
+    transposed: bool | None = None
 
     def __post_init__(self):
         if self.warp_rows > self.n_row_blocks or self.warp_columns > self.n_column_blocks:
             raise ValueError(f"{self} has more warps than blocks")
         if self.d.rows // 16 % self.sample_parts:
             raise ValueError(f"the samples of {self} do not divide among the warps")
+        swizzled = isinstance(self.d, SwizzledTile)
+        if swizzled and not self.by_warpgroups and self.warp_rows * self.warp_columns > 1:
+            raise ValueError(f"{self} divides a swizzled tile's columns at run time")
+
+    @property
+    def by_warpgroups(self) -> bool:
+        return self.transposed is not None
 
     @property
     def n_warps(self) -> int:
@@ -84,11 +135,11 @@ class WeightGradient:
 
     @property
     def n_row_blocks(self) -> int:
-        return self.d.columns // 16
+        return (self.h if self.transposed else self.d).columns // 16
 
     @property
     def n_column_blocks(self) -> int:
-        return self.h.columns // 16
+        return (self.d if self.transposed else self.h).columns // 16
 
     @property
     def row_blocks(self) -> int:
@@ -99,8 +150,12 @@ class WeightGradient:
         return -(-self.n_column_blocks // self.warp_columns)
 
     @property
-    def n_accumulators(self) -> int:
+    def n_weight_accumulators(self) -> int:
         return self.row_blocks * self.column_blocks * 8
+
+    @property
+    def n_accumulators(self) -> int:
+        return self.n_weight_accumulators + (0 if self.bias_offset is None else self.row_blocks * 4)
 
     def place(self, e):
         """(first row block, first owned row block, first column block, first owned one, sample part) of this warp."""
@@ -116,34 +171,66 @@ class WeightGradient:
         )
 
 
+def shares_within(layers: tuple[WeightGradient, ...], rows: int) -> str:
+    """Who reads a warp's `rows` samples when dW is summed: the "block", its "warpgroup", or the "warp" alone."""
+    if any(not layer.by_warpgroups and layer.d.rows // layer.sample_parts > rows for layer in layers):
+        return "block"
+    if any(layer.by_warpgroups and layer.warp_rows > WARPGROUP for layer in layers):
+        return "block"
+    return "warpgroup" if any(layer.by_warpgroups for layer in layers) else "warp"
+
+
 def n_accumulators(layers: tuple[WeightGradient, ...]) -> int:
     return sum(layer.n_accumulators for layer in layers)
 
 
 @functools.cache
 def make_weight_gradients(target: Target, layers: tuple[WeightGradient, ...]):
-    """add(base, accumulators) -> accumulators + d^T h of every layer, over the samples now in the tiles."""
+    """add(base, accumulators) -> accumulators + d^T h (and d^T 1) of every layer, over the samples now in the tiles."""
     count = n_accumulators(layers)
+    number_format, planes = target.format, range(target.format.n_planes)
 
     @target.intrinsic(["u32", ("f32", count)], ("f32", count))
     def add_weight_gradients(e, base, accumulators):
-        results, first = list(accumulators), 0
+        spans, first = [], 0
         for layer in layers:
-            first_row, _, first_column, _, part = layer.place(e)
+            spans.append(slice(first, first + layer.n_accumulators))
+            first += layer.n_accumulators
+        results = list(accumulators)
+        by_warpgroups = [(layer, span) for layer, span in zip(layers, spans, strict=True) if layer.by_warpgroups]
+        if by_warpgroups:
+            sums = add_products(e, base, [(layer, results[span]) for layer, span in by_warpgroups])
+            for (_, span), values in zip(by_warpgroups, sums, strict=True):
+                results[span] = values
+        for layer, span in zip(layers, spans, strict=True):
+            if layer.by_warpgroups:
+                continue
+            first_row, _, first_column, _, sample_part = layer.place(e)
             samples = layer.d.rows // layer.sample_parts
-            d_address = e.add(layer.d.crossed(e, base), e.shl(first_row, 5))  # a block is 32 bytes wide
-            h_address = e.add(layer.h.straight(e, base), e.shl(first_column, 5))
-            d_address = e.add(d_address, e.mul(part, samples * layer.d.stride))
-            h_address = e.add(h_address, e.mul(part, samples * layer.h.stride))
+            d_address, h_address = layer.d.crossed(e, base), layer.h.straight(e, base)
+            if layer.warp_rows > 1:
+                d_address = e.add(d_address, layer.d.column_blocks(e, first_row))
+            if layer.warp_columns > 1:
+                h_address = e.add(h_address, layer.h.column_blocks(e, first_column))
+            d_address = e.add(d_address, e.mul(sample_part, samples * layer.d.stride))
+            h_address = e.add(h_address, e.mul(sample_part, samples * layer.h.stride))
             for s in range(samples // 16):
-                a = [e.ldmatrix(d_address, layer.d.block(s, m), transposed=True) for m in range(layer.row_blocks)]
+                a = [
+                    [e.ldmatrix(*layer.d.place(e, d_address, s, m, p), transposed=True) for p in planes]
+                    for m in range(layer.row_blocks)
+                ]
+                if layer.bias_offset is not None:
+                    ones = [[word] * 2 for word in number_format.split_pair(e, e.f32(1.0), e.f32(1.0))]
+                    for m in range(layer.row_blocks):
+                        i = span.start + layer.n_weight_accumulators + 4 * m
+                        results[i : i + 4] = number_format.multiply_add(e, a[m], ones, results[i : i + 4])
                 for n in range(layer.column_blocks):
-                    b = e.ldmatrix(h_address, layer.h.block(s, n), transposed=True)
+                    b = [e.ldmatrix(*layer.h.place(e, h_address, s, n, p), transposed=True) for p in planes]
                     for m in range(layer.row_blocks):
                         for half in range(2):
-                            i = first + ((m * layer.column_blocks + n) * 2 + half) * 4
-                            results[i : i + 4] = e.mma(a[m], b[2 * half : 2 * half + 2], results[i : i + 4])
-            first += layer.n_accumulators
+                            i = span.start + ((m * layer.column_blocks + n) * 2 + half) * 4
+                            part = [registers[2 * half : 2 * half + 2] for registers in b]
+                            results[i : i + 4] = number_format.multiply_add(e, a[m], part, results[i : i + 4])
         return results
 
     return add_weight_gradients
@@ -151,9 +238,11 @@ def make_weight_gradients(target: Target, layers: tuple[WeightGradient, ...]):
 
 @functools.cache
 def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
-    """write(base, accumulators, partial_sums, row_bytes, row, accumulate, bad, mark): this block's dW to its row.
+    """write(base, accumulators, partial_sums, bias_sums, row_bytes, row, accumulate, bad, mark): this block's dW and db
+    to its row.
 
     partial_sums  [n_rows, row_bytes / 4] float32, columns as in the flat parameter vector
+    bias_sums     the same for biases: `bias_offset` counts from there
     accumulate    0 to overwrite the row, 1 to add to it
     bad, mark     a word in global memory that becomes at least `mark` if any sum is not finite
     Where samples were divided among warps, the warps add up in shared memory, one after the other in a fixed order,
@@ -161,8 +250,8 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
     """
     count = n_accumulators(layers)
 
-    @target.intrinsic(["u32", ("f32", count), "u64", "u32", "u32", "u32", "u64", "u32"], "void")
-    def write_partial_sums(e, base, accumulators, partial_sums, row_bytes, row, accumulate, bad, mark):
+    @target.intrinsic(["u32", ("f32", count), "u64", "u64", "u32", "u32", "u32", "u64", "u32"], "void")
+    def write_partial_sums(e, base, accumulators, partial_sums, bias_sums, row_bytes, row, accumulate, bad, mark):
         adds = e.equal(accumulate, 1)
         finite = e.is_finite(accumulators[0])
         for value in accumulators[1:]:
@@ -170,8 +259,15 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
         with e.when(e.equal(e.select(finite, e.u32(1), e.u32(0)), 0)):
             e.maximum_global(bad, mark)
         line = e.address_by(partial_sums, row, row_bytes)
+        bias_line = e.address_by(bias_sums, row, row_bytes)
         lane = e.lane()
         g, t2 = e.shr(lane, 2), e.shl(e.and_(lane, 3), 1)
+
+        def add_to(place, values, offset):
+            old = e.load_global(place, "f32", len(values), offset, constant=False)
+            sums = [e.fadd(e.select(adds, o, e.f32(0.0)), v) for o, v in zip(old, values, strict=True)]
+            e.store_global(place, "f32", sums, offset)
+
         first = 0
         for layer in layers:
             values = accumulators[first : first + layer.n_accumulators]
@@ -179,19 +275,34 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
             first_row, own_row, first_column, own_column, part = layer.place(e)
             fan_in = layer.h.columns
             top, left = e.add(g, e.shl(first_row, 4)), e.add(t2, e.shl(first_column, 4))
+            if layer.transposed:
+                top, left = left, top
             place = e.address(line, e.add(e.mul(top, fan_in), left), 4, 4 * layer.parameter_offset)
 
-            def write_block(m, n, values, place=place, fan_in=fan_in):
+            def write_block(m, n, values, place=place, fan_in=fan_in, transposed=layer.transposed):
+                if transposed:
+                    for i, value in enumerate(values):
+                        offset = 4 * ((16 * n + 8 * (i // 4) + i % 2) * fan_in + 16 * m + 8 * (i // 2 % 2))
+                        (old,) = e.load_global(place, "f32", 1, offset, constant=False)
+                        e.store_global(place, "f32", [e.fadd(e.select(adds, old, e.f32(0.0)), value)], offset)
+                    return
                 for i in range(0, 8, 2):
                     half, r = i // 4, i % 4
                     offset = 4 * ((16 * m + 8 * (r // 2)) * fan_in + 16 * n + 8 * half)
-                    old = e.load_global(place, "f32", 2, offset, constant=False)
-                    pair = values[i : i + 2]
-                    pair = [e.fadd(e.select(adds, o, e.f32(0.0)), v) for o, v in zip(old, pair, strict=True)]
-                    e.store_global(place, "f32", pair, offset)
+                    add_to(place, values[i : i + 2], offset)
+
+            def write_biases(values, layer=layer, top=top, first_row=first_row, own_row=own_row, own_column=own_column):
+                place = e.address(bias_line, top, 4, 4 * layer.bias_offset)
+                writes = e.both(e.equal(own_column, 0), e.equal(t2, 0))
+                for m in range(layer.row_blocks):
+                    with e.when(e.both(writes, e.less(own_row, e.add(first_row, m + 1)))):
+                        add_to(place, [values[4 * m]], 4 * 16 * m)
+                        add_to(place, [values[4 * m + 2]], 4 * (16 * m + 8))
 
             def write(values, layer=layer, first_row=first_row, own_row=own_row, first_column=first_column,
-                      own_column=own_column, write_block=write_block):  # fmt: skip
+                      own_column=own_column, write_block=write_block, write_biases=write_biases):  # fmt: skip
+                if layer.bias_offset is not None:
+                    write_biases(values[layer.n_weight_accumulators :])
                 uneven_rows = layer.n_row_blocks % layer.warp_rows
                 uneven_columns = layer.n_column_blocks % layer.warp_columns
                 for block in range(layer.row_blocks * layer.column_blocks):
@@ -229,21 +340,21 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
 
 
 @functools.cache
-def make_block_sum(target: Target, n_threads: int):
+def make_block_sum(target: Target, n_threads: int, kind: str = "f32"):
     """total(base, value) -> the sum of `value` over the block, in every thread; uses shared memory from byte 0 on."""
-    n_warps = n_threads // 32
+    n_warps, size_log2 = n_threads // 32, {"f32": 2, "f64": 3}[kind]
 
-    @target.intrinsic(["u32", "f32"], "f32")
+    @target.intrinsic(["u32", kind], kind)
     def total(e, base, value):
         for distance in (16, 8, 4, 2, 1):
             value = e.fadd(value, e.shuffle_xor(value, distance))
         e.barrier()
         with e.when(e.equal(e.lane(), 0)):
-            e.store_shared(e.add(base, e.shl(e.warp(), 2)), "f32", [value])
+            e.store_shared(e.add(base, e.shl(e.warp(), size_log2)), kind, [value])
         e.barrier()
-        result = e.f32(0.0)
+        result = e.f32(0.0) if kind == "f32" else e.f64(0.0)
         for warp in range(n_warps):
-            result = e.fadd(result, e.load_shared(base, "f32", 1, 4 * warp)[0])
+            result = e.fadd(result, e.load_shared(base, kind, 1, warp << size_log2)[0])
         return result
 
     return total

@@ -14,14 +14,16 @@ from collections.abc import Callable
 
 from ..specs import ModelSpec
 from .activations import ACTIVATIONS, make_activation, make_apply_derivative, make_gate
+from .arithmetic import make_divide, make_multiply
+from .biases import make_add_bias
 from .encoding_stage import make_read_scale
-from .fragments import FragmentShape, Target, make_load_matrix, make_mask, make_pack, make_sum, make_unpack
+from .fragments import FragmentShape, Target, make_load_columns, make_mask, make_pack, make_sum, make_unpack
 from .keepers import Keeper
-from .losses import make_loss
+from .losses import make_loss, make_luminance, needs_luminance
 from .mlp import make_backward_product, make_forward_product
 from .plan import KernelPlan, keeps_gate
 from .stage_io import BATCH, DENSITY, DENSITY_STRIDE, PARAMETERS, SCALES, Y_STRIDE, GradientOptions, Y
-from .tiles import make_barriers, make_load_tile
+from .tiles import make_barriers, make_load_tile, make_publish_weights
 
 
 def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]) -> tuple[Callable, list[Callable]]:
@@ -29,7 +31,7 @@ def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]
 
     Resident weights are all loaded at once and need nothing later; streamed ones are loaded at every use.
     """
-    barrier, _, copy_wait = make_barriers(target)
+    barrier, publish = make_barriers(target)[0], make_publish_weights(target, plan.swizzled)
     loads = [
         make_load_tile(target, tile, plan.threads, offset)
         for tile, offset in zip(plan.weights.weights, layer_offsets, strict=True)
@@ -45,8 +47,7 @@ def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]
             def need(base, io):
                 barrier()  # everyone is done with the layer before
                 load(base, io[PARAMETERS])
-                copy_wait()
-                barrier()
+                publish()
 
             return target.device(need)
 
@@ -58,8 +59,7 @@ def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]
 
             def last(base, io):
                 load(base, io[PARAMETERS])
-                copy_wait()
-                barrier()
+                publish()
 
             return target.device(last)
         rest = chain(loads[1:])
@@ -90,61 +90,88 @@ def make_clear_padding(target: Target, spec: ModelSpec, layer: int, shape: Fragm
     return target.device(clear)
 
 
+def make_loss_gradient(target: Target, spec: ModelSpec, options: GradientOptions, shape: FragmentShape) -> Callable:
+    """loss_gradient(io, first_row, first_column, p) -> (dL/dp, sum of this thread's loss values) of the outputs p from
+    `first_column` on; where the gradient is given, whatever p is, and 0."""
+    load_y = make_load_columns(target, shape, options.target_dtype)
+    load_density = make_load_columns(target, shape, options.density_dtype or "float32")
+    mask, total_of = make_mask(target, shape), make_sum(target, shape.n_elements)
+    n_out, u32, f32, map_values = spec.n_output_dims, target.u32, target.f32, target.map_fragment
+    has_density, given_scale = options.density_dtype is not None, make_read_scale(target, 0)
+
+    if options.loss is None:
+        multiply, divide = make_multiply(target), make_divide(target)
+
+        def loss_gradient(io, first_row, first_column, p):
+            given = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
+            g = map_values(multiply, given, given_scale(io[SCALES]))
+            if has_density:
+                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
+                return map_values(divide, g, density), f32(0)
+            return g, f32(0)
+
+    elif needs_luminance(options.loss):
+        loss, luminance = make_loss(target, options.loss), make_luminance(target, shape, n_out)
+
+        def loss_gradient(io, first_row, first_column, p):
+            t = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
+            if has_density:
+                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
+                values, g = map_values(loss, p, t, density, luminance(p))
+            else:
+                values, g = map_values(loss, p, t, f32(1), luminance(p))
+            return g, total_of(mask(values, first_row, io[BATCH], u32(u32(n_out) - first_column)))
+
+    else:
+        loss = make_loss(target, options.loss)
+
+        def loss_gradient(io, first_row, first_column, p):
+            t = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
+            if has_density:
+                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
+                values, g = map_values(loss, p, t, density)
+            else:
+                values, g = map_values(loss, p, t, f32(1))
+            return g, total_of(mask(values, first_row, io[BATCH], u32(u32(n_out) - first_column)))
+
+    return target.device(loss_gradient)
+
+
+def make_output_gradient(target: Target, spec: ModelSpec, options: GradientOptions, shape: FragmentShape) -> Callable:
+    """output_gradient(io, first_row, first_column, z) -> (d, sum of this thread's loss values), d in accumulator form:
+    output activation, loss or a given gradient, derivative, for outputs from `first_column` on."""
+    map_values, name = target.map_fragment, spec.network.output_activation
+    activation, apply_derivative = make_activation(target, name), make_apply_derivative(target, name)
+    of_output = ACTIVATIONS[name].derivative_of_output
+    loss_gradient, mask = make_loss_gradient(target, spec, options, shape), make_mask(target, shape)
+    n_out, u32 = spec.n_output_dims, target.u32
+
+    def output_gradient(io, first_row, first_column, z):
+        p = map_values(activation, z)
+        g, total = loss_gradient(io, first_row, first_column, p)
+        if of_output:
+            g = map_values(apply_derivative, g, p)
+        else:
+            g = map_values(apply_derivative, g, z)
+        return mask(g, first_row, io[BATCH], u32(u32(n_out) - first_column)), total
+
+    return target.device(output_gradient)
+
+
 def make_output_layer(
     target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions, need: Callable, d_keeper: Keeper
 ) -> Callable:
     """output(base, io, slot, first_row, h) -> (d of the output, packed; sum of this thread's loss values)."""
     tile = plan.weights.weights[-1]
     shape = FragmentShape(plan.rows, tile.rows)
-    forward, pack, map_values = (
-        make_forward_product(target, tile, plan.rows),
-        make_pack(target, shape),
-        target.map_fragment,
-    )
-    name = spec.network.output_activation
-    activation, apply_derivative = make_activation(target, name), make_apply_derivative(target, name)
-    of_output = ACTIVATIONS[name].derivative_of_output
-    load_y = make_load_matrix(target, shape, options.target_dtype)
-    load_density = make_load_matrix(target, shape, options.density_dtype or "float32")
-    mask, total_of = make_mask(target, shape), make_sum(target, shape.n_elements)
-    n_out, u32, f32, keep = spec.n_output_dims, target.u32, target.f32, d_keeper.keep
-    has_density, given_scale = options.density_dtype is not None, make_read_scale(target, 0)
-
-    if options.loss is None:
-
-        def multiply(a, b):
-            return a * b
-
-        multiply = target.scalar(multiply)
-
-        def output_gradient(io, first_row, p):
-            given = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out))
-            return map_values(multiply, given, given_scale(io[SCALES])), f32(0)
-
-    else:
-        loss = make_loss(target, options.loss)
-
-        def output_gradient(io, first_row, p):
-            t = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out))
-            if has_density:
-                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], u32(n_out))
-                values, g = map_values(loss, p, t, density)
-            else:
-                values, g = map_values(loss, p, t, f32(1))
-            return g, total_of(mask(values, first_row, io[BATCH], u32(n_out)))
-
-    output_gradient = target.device(output_gradient)
+    forward, pack = make_forward_product(target, tile, plan.rows), make_pack(target, shape)
+    add_bias = make_add_bias(target, spec, len(spec.layer_shapes) - 1, shape)
+    output_gradient, u32, keep = make_output_gradient(target, spec, options, shape), target.u32, d_keeper.keep
 
     def output(base, io, slot, first_row, h):
         need(base, io)
-        z = forward(base, h)
-        p = map_values(activation, z)
-        g, total = output_gradient(io, first_row, p)
-        if of_output:
-            g = map_values(apply_derivative, g, p)
-        else:
-            g = map_values(apply_derivative, g, z)
-        d = pack(mask(g, first_row, io[BATCH], u32(n_out)))
+        g, total = output_gradient(io, first_row, u32(0), add_bias(io, forward(base, h)))
+        d = pack(g)
         keep(base, io, slot, d)
         return d, total
 
@@ -175,25 +202,22 @@ def make_hidden_layer(
     )
     need_this, need_next = need[layer], need[layer + 1]
     keep_h, recall_h, keep_d, recall_d = h_keeper.keep, h_keeper.recall, d_keeper.keep, d_keeper.recall
-    clear = make_clear_padding(target, spec, layer, shape)
-
-    def multiply(a, b):
-        return a * b
-
-    multiply = target.scalar(multiply)
+    clear, add_bias = make_clear_padding(target, spec, layer, shape), make_add_bias(target, spec, layer, shape)
+    multiply = make_multiply(target)
 
     if keeps_gate(spec):
 
         def hidden(base, io, slot, first_row, h_in):
             need_this(base, io)
-            z = forward(base, h_in)
+            z = add_bias(io, forward(base, h_in))
             h = pack(clear(map_values(activation, z)))
             keep_h(base, io, slot, h)
-            keep_d(base, io, slot, pack(map_values(gate, z)))  # phi' waits where d will stand
+            slope = pack(map_values(gate, z))
+            kept = keep_d(base, io, slot, slope)  # phi' waits where d will stand
             d_next, total = inner(base, io, slot, first_row, h)
             need_next(base, io)
             g = backward(base, d_next)
-            d = pack(clear(map_values(multiply, g, unpack(recall_d(base, io, slot)))))
+            d = pack(clear(map_values(multiply, g, unpack(recall_d(base, io, slot, kept)))))
             keep_d(base, io, slot, d)
             return d, total
 
@@ -201,12 +225,12 @@ def make_hidden_layer(
 
         def hidden(base, io, slot, first_row, h_in):
             need_this(base, io)
-            h = pack(clear(map_values(activation, forward(base, h_in))))
-            keep_h(base, io, slot, h)
+            h = pack(clear(map_values(activation, add_bias(io, forward(base, h_in)))))
+            kept = keep_h(base, io, slot, h)
             d_next, total = inner(base, io, slot, first_row, h)
             need_next(base, io)
             g = backward(base, d_next)
-            d = pack(clear(map_values(apply_derivative, g, unpack(recall_h(base, io, slot)))))
+            d = pack(clear(map_values(apply_derivative, g, unpack(recall_h(base, io, slot, kept)))))
             keep_d(base, io, slot, d)
             return d, total
 
@@ -238,14 +262,15 @@ def make_network_forward(target: Target, spec: ModelSpec, plan: KernelPlan, need
         name = spec.network.output_activation if last else spec.network.activation
         forward, activation = make_forward_product(target, tile, plan.rows), make_activation(target, name)
         need_this, map_values = need[layer], target.map_fragment
+        shape = FragmentShape(plan.rows, tile.rows)
+        add_bias = make_add_bias(target, spec, layer, shape)
         if last:
 
             def output(base, io, h):
                 need_this(base, io)
-                return map_values(activation, forward(base, h))
+                return map_values(activation, add_bias(io, forward(base, h)))
 
             return target.device(output)
-        shape = FragmentShape(plan.rows, tile.rows)
         inner, pack, clear = (
             make_layer(layer + 1),
             make_pack(target, shape),
@@ -254,7 +279,7 @@ def make_network_forward(target: Target, spec: ModelSpec, plan: KernelPlan, need
 
         def hidden(base, io, h):
             need_this(base, io)
-            return inner(base, io, pack(clear(map_values(activation, forward(base, h)))))
+            return inner(base, io, pack(clear(map_values(activation, add_bias(io, forward(base, h))))))
 
         return target.device(hidden)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import re
-import threading
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -37,6 +37,19 @@ def _import_numba_cuda():
     return cuda, codegen, dispatcher
 
 
+def _import_names():
+    """What a kernel's argument of our own is made of: its base class, its type's, its data model's, typing errors; and
+    Numba's lock."""
+    from numba.cuda.args import ArgHint
+    from numba.cuda.core.compiler_lock import global_compiler_lock
+    from numba.cuda.core.errors import TypingError
+    from numba.cuda.datamodel import PrimitiveModel
+    from numba.cuda.models import register_model
+    from numba.cuda.types import Record
+
+    return ArgHint, Record, PrimitiveModel, register_model, TypingError, global_compiler_lock
+
+
 def _check_version():
     version = importlib.metadata.version("numba-cuda")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
@@ -47,6 +60,9 @@ def _check_version():
 
 _check_version()
 cuda, _codegen, _dispatcher = _import_numba_cuda()
+ArgHint, Record, PrimitiveModel, register_model, TypingError, compiler_lock = _import_names()
+"""The lock: Numba's and LLVM's global state allow one compilation at a time in a process. It is Numba's own, so that a
+user's kernel that another thread compiles meanwhile never sees the device that `_without_device` makes up."""
 
 
 def check_nvvm() -> None:
@@ -56,10 +72,6 @@ def check_nvvm() -> None:
 
     nvvm.version()
     numba_nvvm.get_libdevice()
-
-
-compiler_lock = threading.RLock()
-"""Numba's and LLVM's global state allow one compilation at a time in a process."""
 
 
 def _apply_hints_when_finalized():
@@ -93,29 +105,56 @@ def _without_device(capability: tuple):
         yield
 
 
-def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int):
+def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int, inline: bool):
     """`function(*own, io)` as a kernel `name` of scalar parameters; `io` is the tuple of those behind `n_own`."""
     names = [name for name, _ in parameters]
     arguments = names[:n_own]
     if n_own < len(names):
         arguments = [*arguments, f"({', '.join(names[n_own:])},)"]
-    namespace = {"body": cuda.jit(device=True, fastmath=True)(function)}
+    namespace = {"body": cuda.jit(device=True, fastmath=True, forceinline=inline)(function)}
     exec(f"def {name}({', '.join(names)}):\n    body({', '.join(arguments)})", namespace)
     return namespace[name]
 
 
-def kernel_to_ptx(name: str, function, parameters, n_own: int, capability: tuple, *, threads: int, min_blocks: int):
+def kernel_to_ptx(
+    name: str,
+    function,
+    parameters,
+    n_own: int,
+    capability: tuple,
+    *,
+    threads: int,
+    min_blocks: int,
+    inline: bool = False,
+):
     """Compile a plain Python function as a kernel `name`. Returns (PTX, entry name); calls no driver.
 
     parameters   (name, kind) of all, flat; those behind the first `n_own` reach the function as one tuple
     threads      most threads a block will have
     min_blocks   blocks that should fit on a multiprocessor: caps the registers
+    inline       the function whatever its size; a call that saves registers costs large ones their point
     """
-    flat = _kernel_with_flat_parameters(name, function, parameters, n_own)
+    flat = _kernel_with_flat_parameters(name, function, parameters, n_own, inline)
     signature = tuple(ptx.NUMBA_TYPES[kind] for _, kind in parameters)
     kernel = cuda.jit(flat, lto=False, fastmath=True, launch_bounds=(threads, min_blocks))
+    return jitted_to_ptx(kernel, signature, capability)
+
+
+def jitted_to_ptx(kernel, signature: tuple, capability: tuple) -> tuple[str, str]:
+    """(PTX, entry name) of what `cuda.jit` gave, for arguments of these Numba types; calls no driver."""
     with compiler_lock, _without_device(capability):
         compiled = _dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)
         library = compiled._codelibrary
         text = library.get_lto_ptx() if library._lto else library.get_asm_str()
     return text.strip("\0"), compiled.entry_name
+
+
+def launched_block() -> tuple[int, ...] | None:
+    """Threads of a block, by axis, of the launch that is asking an argument for its address; None outside of one.
+
+    numba-cuda tells arguments the stream only; the block is found in the frame of its `launch`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _dispatcher._Kernel.launch.__code__:
+        frame = frame.f_back
+    return None if frame is None else tuple(frame.f_locals["blockdim"])

@@ -19,20 +19,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engines import EngineUnavailable
-from ..specs import AdamSpec, LossSpec, ModelSpec
+from ..layout import n_network_params, n_params
+from ..parameter_sizes import ParameterSizes
+from ..specs import LossSpec, ModelSpec, OptimizerSpec
 from .cache import CompiledKernel
 from .compiler import CompileError, compile_kernel, key_of
+from .formats import number_format
 from .jobs import (
+    CollectJob,
     GradientScaleJob,
-    InferenceJob,
     Job,
     KernelSource,
-    OptimizerJob,
+    LevelSplitGradientJob,
+    LevelSplitInferenceJob,
     backward_job,
     choose,
+    inference_job,
     is_aligned,
+    optimizer_jobs,
     training_job,
 )
+from .level_plan import can_split, is_splittable
+from .losses import CONSTANT_GRADIENT
+from .optimizer_contract import Slice
+from .optimizers import make_optimizer
 from .plan import PlanError, architecture
 from .stage_io import InferenceOptions
 from .target import OutlineTarget
@@ -52,30 +62,41 @@ INPUT_DTYPES = ("float32", "float16")
 OUTPUT_DTYPES = ("float32", "float16")
 
 
-def first_calls(spec: ModelSpec, optimizer: AdamSpec, loss: LossSpec) -> list[Job]:
+def first_calls(spec: ModelSpec, optimizer: OptimizerSpec, loss: LossSpec, dtype: str = "float16") -> list[Job]:
     """What a model's first calls compile, the longest first:
 
     - a training step on float32 or float16 inputs (all other dtypes become float32) and float32 targets, with the
       optimizer, or without (`run_optimizer=False`);
     - backward on float32 inputs with float32 output gradients, of parameters and inputs;
-    - inference from float32 or float16 inputs to float32 or float16 outputs.
+    - inference from float32 or float16 inputs to float32 or float16 outputs;
+    - training and inference of large batches too, where they have kernels of their own,
+
+    of a model that computes in `dtype`.
 
     Arrays are taken to begin at a multiple of 16 bytes, as all do but parts of arrays. What is left out (float16
     targets or output gradients, sampling densities, external gradients, backward on float16 inputs or of parameters
-    alone) compiles when it is first called.
+    alone, second derivatives, `deterministic=True`, `max_level`) compiles when it is first called.
     """
-    aligned = {dtype: is_aligned(0, spec.n_input_dims * np.dtype(dtype).itemsize) for dtype in INPUT_DTYPES}
+    loss_name = None if loss.otype == CONSTANT_GRADIENT else loss.otype  # a gradient that is given
+    aligned = {given: is_aligned(0, spec.n_input_dims * np.dtype(given).itemsize) for given in INPUT_DTYPES}
+    splits = (False, True) if is_splittable(spec, dtype) else (False,)
+    made = make_optimizer(optimizer, Slice(0, ParameterSizes(n_params(spec), spec.layer_shapes)))
     jobs: list[Job | None] = [
-        *(training_job(spec, dtype, aligned[dtype], "float32", loss=loss.otype) for dtype in INPUT_DTYPES),
-        backward_job(spec, "float32", aligned["float32"], "float32", params=True, input=True),
         *(
-            InferenceJob(spec, InferenceOptions(dtype, aligned[dtype], output))
-            for dtype in INPUT_DTYPES
+            training_job(spec, given, aligned[given], "float32", loss=loss_name, split=split, dtype=dtype)
+            for split in splits
+            for given in INPUT_DTYPES
+        ),
+        backward_job(spec, "float32", aligned["float32"], "float32", params=True, input=True, dtype=dtype),
+        *(
+            inference_job(spec, InferenceOptions(given, aligned[given], output), split=split, dtype=dtype)
+            for split in splits
+            for given in INPUT_DTYPES
             for output in OUTPUT_DTYPES
         ),
-        OptimizerJob(optimizer),
-        OptimizerJob(None),
-        GradientScaleJob("float32"),
+        *dict.fromkeys(job for job, _, _ in optimizer_jobs(made, n_network_params(spec), dtype)),
+        CollectJob(),
+        GradientScaleJob("float32") if number_format(dtype).scales_given_gradients else None,
     ]
     return [job for job in jobs if job is not None]
 
@@ -178,7 +199,7 @@ def usable_cores() -> int:
 
 def compile_jobs(jobs: Sequence[Job], archs: Sequence[str], *, processes: int) -> Iterator[JobRecord]:
     """Each job for each architecture, in order, compiled in `processes` processes; with 1, in this one."""
-    tasks = [(job, arch) for arch in archs for job in jobs]
+    tasks = [(job, arch) for arch in archs for job in jobs if _is_called(job, arch)]
     processes = min(processes, len(tasks))
     if processes == 1:
         for job, arch in tasks:
@@ -199,6 +220,12 @@ def compile_jobs(jobs: Sequence[Job], archs: Sequence[str], *, processes: int) -
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _is_called(job: Job, arch: str) -> bool:
+    """Whether a model ever makes this call on `arch`: only where there is a plan does it split a batch."""
+    splits = isinstance(job, LevelSplitGradientJob | LevelSplitInferenceJob)
+    return not splits or can_split(job.spec, architecture(CAPABILITIES[arch]))
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 With the integral of the quartic kernel of radius 1/n around x_i up to z, for u = n (z - x_i) clamped to [-1, 1],
 
-    Q = (15/16) u (1 - (2/3) u^2 + (1/5) u^4) + 1/2,      dQ/dx = -(15/16) n (1 - u^2)^2
+    Q = (15/16) u (1 - (2/3) u^2 + (1/5) u^4) + 1/2,      dQ/dx = -(15/16) n (1 - u^2)^2,
+    d^2 Q/dx^2 = -(15/4) n^2 u (1 - u^2)
 
 bin k holds the differences of Q between its borders, and of those of the kernel's images at x_i - 1 and x_i + 1:
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from ..specs import OneBlobSpec
 from .encoding_parts import EncodingParts, power_of_two_in
-from .per_dimension import make_per_dimension
+from .per_dimension import PerDimension, make_per_dimension
 
 np_f32 = np.float32
 
@@ -59,6 +60,11 @@ def _make_differences(target, n_values: int):
 
 def make_oneblob(target, spec: OneBlobSpec, memory, *, table_gradient: bool, input_gradient: bool) -> EncodingParts:
     """The parts of a OneBlob encoding; it has no table."""
+    return make_per_dimension(target, memory, oneblob_functions(target, spec), input_gradient=input_gradient)
+
+
+def oneblob_functions(target, spec: OneBlobSpec) -> PerDimension:
+    """Bins, and their derivatives."""
     n_bins, map_values = np_f32(spec.n_bins), target.map_fragment
     chunk = power_of_two_in(spec.n_bins // 2) if spec.n_bins >= 4 else 1
 
@@ -106,9 +112,12 @@ def make_oneblob(target, spec: OneBlobSpec, memory, *, table_gradient: bool, inp
     def slope(u):
         return -n_bins * density(u)
 
-    return make_per_dimension(
-        target, memory, n_dims=spec.n_input_dims, per_dim=spec.n_bins, chunk=chunk,
+    def curvature(u):
+        return np_f32(-15 / 4) * n_bins * n_bins * u * (np_f32(1) - u * u)
+
+    return PerDimension(
+        spec.n_input_dims, spec.n_bins, chunk,
         make_values=functools.partial(make_bins, _integral),
         make_slopes=functools.partial(make_bins, slope),
-        input_gradient=input_gradient,
+        make_curvatures=functools.partial(make_bins, curvature),
     )  # fmt: skip

@@ -8,34 +8,41 @@ backward it is a dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from .arithmetic import make_multiply
 from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, make_divide
 
 
-def make_per_dimension(
-    target,
-    memory,
-    *,
-    n_dims: int,
-    per_dim: int,
-    chunk: int,
-    make_values: Callable[[int], Callable],
-    make_slopes: Callable[[int], Callable],
-    input_gradient: bool,
-) -> EncodingParts:
-    """The parts of such an encoding.
+@dataclass(frozen=True)
+class PerDimension:
+    """Such an encoding's functions f_k.
 
-    per_dim       K
-    chunk         features an item, a power of two that divides K
-    make_values   make_values(n) -> values(x, k) -> f_k ... f_{k+n-1} at x; n a power of two up to `chunk`, k a multiple
-    make_slopes   as make_values, of f'
+    per_dim           K
+    chunk             features an item, a power of two that divides K
+    make_values       make_values(n) -> values(x, k) -> f_k ... f_{k+n-1} at x; n a power of two up to `chunk`, k a
+                      multiple of n
+    make_slopes       as make_values, of f'
+    make_curvatures   as make_values, of f''; None where it is 0
     """
+
+    n_dims: int
+    per_dim: int
+    chunk: int
+    make_values: Callable[[int], Callable]
+    make_slopes: Callable[[int], Callable]
+    make_curvatures: Callable[[int], Callable] | None
+
+
+def make_per_dimension(target, memory, functions: PerDimension, *, input_gradient: bool) -> EncodingParts:
+    """The parts of such an encoding."""
+    n_dims, per_dim, chunk = functions.n_dims, functions.per_dim, functions.chunk
     u32, f32, map_values = target.u32, target.f32, target.map_fragment
     read_input, divide = memory.read_input, make_divide(target, per_dim)
     put, get, add = memory.make_put(chunk), memory.make_get(chunk), memory.make_sum(chunk)
 
     def make_features(n_values: int) -> Callable:
-        values = make_values(n_values)
+        values = functions.make_values(n_values)
 
         def features(at, column):
             place = divide(column)
@@ -52,12 +59,9 @@ def make_per_dimension(
     encode = ItemGroup(0, n_dims * per_dim // chunk, target.device(encode), by_sample=False)
     if not input_gradient:
         return EncodingParts((encode,), (), chunk, make_features)
-    slopes, n_chunks = make_slopes(chunk), per_dim // chunk
+    slopes, n_chunks = functions.make_slopes(chunk), per_dim // chunk
 
-    def multiply(a, b):
-        return a * b
-
-    multiply = target.scalar(multiply)
+    multiply = make_multiply(target)
 
     def backward(item, at, gradient, live, dx):
         x = read_input(at, item)

@@ -9,25 +9,35 @@ staged   for networks whose dW does not fit the registers: a *propagate* kernel 
          of activations and gradients to global memory, chunk of the batch after chunk, and a *weight gradient*
          kernel a layer shape sums dW from them.
 
+On compute capability 9.0, single plans and inference plans by warpgroups (`warpgroup_plan.py`) come first, and phased
+plans (`phased_plan.py`) for networks 128 wide.
+
 `gradient_plans` lists candidates, best first by an estimate of the warps that a multiprocessor can hold; the caller
 takes the first that compiles without spilling. `inference_plans` does the same for inference.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..engines import EngineUnavailable
+from ..layout import bias_blocks
 from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
 from .activations import ACTIVATIONS
-from .mlp import WeightGradient, n_accumulators
-from .tiles import Tile
+from .formats import FORMATS, NumberFormat, number_format
+from .mlp import WeightGradient, n_accumulators, shares_within
+from .swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
+from .tiles import SHARED_ALIGNMENT, AnyTile, Tile
 
 MAX_REGISTERS = 255
 REGISTERS_PER_MULTIPROCESSOR = 65536
-SHARED_ALIGNMENT = 16
 RESERVED_SHARED_BYTES = 1024  # the driver's own, a block
+MAX_NESTED_LAYERS = 17
+"""Layers that are closures around one another: Numba follows some 40 calls into one another, and what compiles grows
+with each. Deeper networks go layer by layer (`layer_plan.py`)."""
 
 
 class PlanError(EngineUnavailable):
@@ -46,6 +56,10 @@ class Architecture:
     @property
     def capability(self) -> tuple[int, int]:
         return divmod(self.cc, 10)
+
+    def fits_twice(self, shared_bytes: int) -> bool:
+        """Whether a multiprocessor has room for two blocks of so much shared memory."""
+        return 2 * (shared_bytes + RESERVED_SHARED_BYTES) <= self.shared_per_multiprocessor
 
 
 _KIB = 1024
@@ -73,7 +87,7 @@ def architecture(capability: tuple[int, int]) -> Architecture:
 class NetworkTiles:
     """Weight tiles of all layers, in layer order. Resident: all at once; else they share one place in turn."""
 
-    weights: tuple[Tile, ...]
+    weights: tuple[AnyTile, ...]
     resident: bool
 
     @property
@@ -92,7 +106,10 @@ class KernelPlan:
     x, dx              tiles of the encoding's output and of its gradient ([tile_rows, encoding_width])
     h, d               tiles of hidden outputs h_1..h_n and of gradients of z_1..z_n, z_out (single plans)
     layers             who sums dW (single: all layers; weight gradient: one layer)
+    remembers_in_registers   whether what the way back needs of hidden layers stays in registers (single plans), or is
+                       read from its tile again
     layer_offset       weight gradient: index of the first layer of this shape; the grid's y index counts from it
+    dtype              whose number format values are stored in
     """
 
     kind: str
@@ -100,11 +117,28 @@ class KernelPlan:
     rows: int
     min_blocks: int
     weights: NetworkTiles | None = None
-    x: Tile | None = None
-    dx: Tile | None = None
-    h: tuple[Tile, ...] = ()
-    d: tuple[Tile, ...] = ()
+    x: AnyTile | None = None
+    dx: AnyTile | None = None
+    h: tuple[AnyTile, ...] = ()
+    d: tuple[AnyTile, ...] = ()
     layers: tuple[WeightGradient, ...] = ()
+    remembers_in_registers: bool = False
+    dtype: str = "float16"
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether tiles have wgmma's layout, and its instructions multiply."""
+        return any(isinstance(tile, SwizzledTile) for tile in self.tiles)
+
+    @property
+    def shared_alignment(self) -> int:
+        """Of the address that tiles' offsets count from."""
+        return SWIZZLE_ALIGNMENT if self.swizzled else SHARED_ALIGNMENT
+
+    @property
+    def exchange(self) -> str:
+        """Who must have written a tile's samples before dW can be summed: see `make_exchange`."""
+        return shares_within(self.layers, self.rows) if self.swizzled else "block"
 
     @property
     def threads(self) -> int:
@@ -115,13 +149,14 @@ class KernelPlan:
         return self.warps * self.rows
 
     @property
-    def tiles(self) -> tuple[Tile, ...]:
+    def tiles(self) -> tuple[AnyTile, ...]:
         weights = self.weights.weights if self.weights else ()
         return (*weights, *(t for t in (self.x, self.dx) if t), *self.h, *self.d)
 
     @property
     def shared_bytes(self) -> int:
-        return max((*[tile.end for tile in self.tiles], self._reduction_bytes))
+        used = max((*[tile.end for tile in self.tiles], self._reduction_bytes))
+        return used + self.shared_alignment - SHARED_ALIGNMENT
 
     @property
     def _reduction_bytes(self) -> int:
@@ -135,8 +170,12 @@ class KernelPlan:
 
     def describe(self) -> str:
         text = f"{self.kind}, {self.warps} warps x {self.rows} samples"
+        if self.dtype != "float16":
+            text += f", {self.dtype}"
         if self.weights and not self.weights.resident:
             text += ", weights streamed"
+        if self.swizzled:
+            text += ", wgmma"
         return text
 
 
@@ -148,25 +187,27 @@ class StagedPlan:
     weight_gradients: tuple[tuple[KernelPlan, tuple[int, ...]], ...]  # (plan, layers of that shape)
 
 
-class _Allocator:
-    """Tiles one after the other."""
+class Allocator:
+    """Tiles one after the other, of `n_planes` numbers a value."""
 
-    def __init__(self):
-        self.end = 0
+    def __init__(self, n_planes: int):
+        self.end, self.n_planes = 0, n_planes
 
     def tile(self, name: str, rows: int, columns: int) -> Tile:
-        tile = Tile(name, rows, columns, self.end)
+        tile = Tile(name, rows, columns, self.end, self.n_planes)
         self.end = -(-tile.end // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
         return tile
 
 
-def _weight_tiles(spec: ModelSpec, allocate: _Allocator, *, resident: bool) -> NetworkTiles:
+def _weight_tiles(spec: ModelSpec, allocate: Allocator, *, resident: bool) -> NetworkTiles:
     shapes = spec.layer_shapes
     if resident or not shapes:
         tiles = tuple(allocate.tile(f"W{i}", *shape) for i, shape in enumerate(shapes))
     else:
         start = allocate.end
-        tiles = tuple(Tile(f"W{i}", rows, columns, start) for i, (rows, columns) in enumerate(shapes))
+        tiles = tuple(
+            Tile(f"W{i}", rows, columns, start, allocate.n_planes) for i, (rows, columns) in enumerate(shapes)
+        )
         allocate.end = max(-(-tile.end // SHARED_ALIGNMENT) * SHARED_ALIGNMENT for tile in tiles)
     return NetworkTiles(tiles, resident)
 
@@ -175,46 +216,71 @@ def _widest(spec: ModelSpec) -> int:
     return max((max(shape) for shape in spec.layer_shapes), default=round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
 
 
-def _fragment_registers(spec: ModelSpec, rows: int) -> int:
-    """Registers of a product: packed operand and float32 result of the widest layer, and addresses."""
-    return rows * _widest(spec) // 64 + rows * _widest(spec) // 32 + 40
+def fragment_registers(spec: ModelSpec, rows: int, n_planes: int = 1) -> int:
+    """Registers of a product: packed operand and float32 result of the widest layer, other operands and addresses."""
+    result = rows * _widest(spec) // 32
+    packed = result if n_planes > 1 else result // 2
+    return packed + result + 40 + 40 * (n_planes - 1)
 
 
-def _blocks_that_fit(plan: KernelPlan, registers: int, chip: Architecture) -> int:
+def format_for(dtype: str, chip: Architecture) -> NumberFormat:
+    """The dtype's number format. Raises EngineUnavailable where there is none, or the chip can't multiply it."""
+    found = number_format(dtype)
+    if chip.cc < found.min_cc:
+        needed, have = divmod(found.min_cc, 10), chip.capability
+        raise PlanError(
+            f"{dtype} kernels need compute capability {needed[0]}.{needed[1]}, whose tensor cores multiply bfloat16; "
+            f"{have[0]}.{have[1]} has float16 only"
+        )
+    return found
+
+
+def dtypes_of(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The dtypes that a device of this compute capability can run fused models in."""
+    chip = architecture(capability)
+    return tuple(dtype for dtype, known in FORMATS.items() if chip.cc >= known.min_cc)
+
+
+def blocks_that_fit(plan: KernelPlan, registers: int, chip: Architecture) -> int:
     by_shared = chip.shared_per_multiprocessor // (plan.shared_bytes + RESERVED_SHARED_BYTES)
     by_registers = REGISTERS_PER_MULTIPROCESSOR // (plan.threads * min(MAX_REGISTERS + 1, -(-registers // 8) * 8))
     return min(by_shared, by_registers, chip.max_warps // plan.warps)
 
 
-def _ranked(candidates: list[tuple[KernelPlan, int]], chip: Architecture) -> list[KernelPlan]:
+def ranked(candidates: list[tuple[KernelPlan, int]], chip: Architecture) -> list[KernelPlan]:
     """Plans that fit, by the warps they keep busy; a warp of 32 samples counts a quarter more than one of 16, since it
     reads each weight once for twice the work. Each appears with fewer blocks later, where its registers spill."""
     ranked = []
     for plan, registers in candidates:
         if plan.shared_bytes > chip.shared_per_block:
             continue
-        blocks = max(1, _blocks_that_fit(plan, registers, chip))
+        blocks = max(1, blocks_that_fit(plan, registers, chip))
         for fewer in range(blocks, 0, -1):
             score = min(fewer * plan.warps, 16) * (1.25 if plan.rows == 32 else 1.0)
-            ranked.append((score, plan.rows, _with_blocks(plan, fewer)))
+            ranked.append((score, plan.rows, with_blocks(plan, fewer)))
     ranked.sort(key=lambda entry: entry[:2], reverse=True)
     return [plan for _, _, plan in ranked]
 
 
-def _with_blocks(plan: KernelPlan, min_blocks: int) -> KernelPlan:
-    return KernelPlan(**{**plan.__dict__, "min_blocks": min_blocks})
+def with_blocks(plan: KernelPlan, min_blocks: int) -> KernelPlan:
+    return replace(plan, min_blocks=min_blocks)
 
 
-def inference_plans(spec: ModelSpec, chip: Architecture) -> list[KernelPlan]:
-    candidates = []
+def inference_plans(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> list[KernelPlan]:
+    from .warpgroup_plan import warpgroup_inference_plans  # made of this file's parts
+
+    n_planes, candidates = format_for(dtype, chip).n_planes, []
+    if len(spec.layer_shapes) > MAX_NESTED_LAYERS:
+        _no_plan(spec, chip)
     for resident, warps, rows in itertools.product((True, False), (4, 8), (32, 16)):
-        allocate = _Allocator()
+        allocate = Allocator(n_planes)
         weights = _weight_tiles(spec, allocate, resident=resident)
         x = allocate.tile("x", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
-        registers = _fragment_registers(spec, rows)
+        registers = fragment_registers(spec, rows, n_planes)
         if registers <= MAX_REGISTERS:
-            candidates.append((KernelPlan("inference", warps, rows, 1, weights, x), registers))
-    return _resident_first(_ranked(candidates, chip)) or _no_plan(spec, chip)
+            candidates.append((KernelPlan("inference", warps, rows, 1, weights, x, dtype=dtype), registers))
+    plans = _resident_first(ranked(candidates, chip))
+    return [*warpgroup_inference_plans(spec, chip, dtype), *plans] or _no_plan(spec, chip)
 
 
 def _resident_first(plans: list[KernelPlan]) -> list[KernelPlan]:
@@ -237,7 +303,9 @@ def _no_plan(spec: ModelSpec, chip: Architecture):
 # ---------------------------------------------------------------------------------------------- weight gradients
 
 
-def _splits(d: Tile, h: Tile, n_warps: int, parameter_offset: int) -> list[WeightGradient]:
+def _splits(
+    d: Tile, h: Tile, n_warps: int, parameter_offset: int, bias_offset: int | None = None
+) -> list[WeightGradient]:
     """All ways to divide one layer's dW among the warps of a block."""
     options = []
     for warp_rows, warp_columns in itertools.product((1, 2, 4, 8), repeat=2):
@@ -246,7 +314,7 @@ def _splits(d: Tile, h: Tile, n_warps: int, parameter_offset: int) -> list[Weigh
             continue
         parts = n_warps // (warp_rows * warp_columns)
         if d.rows // 16 % parts == 0:
-            options.append(WeightGradient(d, h, parameter_offset, warp_rows, warp_columns, parts))
+            options.append(WeightGradient(d, h, parameter_offset, warp_rows, warp_columns, parts, bias_offset))
     return options
 
 
@@ -256,15 +324,20 @@ def _traffic(layer: WeightGradient) -> float:
 
 
 def divide_weight_gradients(
-    pairs: list[tuple[Tile, Tile]], offsets: list[int], n_warps: int, budget: int
+    pairs: list[tuple[Tile, Tile]],
+    offsets: list[int],
+    n_warps: int,
+    budget: int,
+    bias_offsets: Sequence[int] | None = None,
 ) -> tuple[WeightGradient, ...] | None:
     """The division with the least shared-memory traffic whose accumulators fit `budget` registers; None if none does.
 
+    bias_offsets   of each layer's biases; None where there are none
     Starts from the fewest registers and spends what is left where a register saves most.
     """
     options = []
-    for (d, h), offset in zip(pairs, offsets, strict=True):
-        choices = _splits(d, h, n_warps, offset)
+    for (d, h), offset, bias_offset in zip(pairs, offsets, bias_offsets or [None] * len(pairs), strict=True):
+        choices = _splits(d, h, n_warps, offset, bias_offset)
         if not choices:
             return None
         options.append(sorted(choices, key=lambda c: (c.n_accumulators, _traffic(c))))
@@ -292,85 +365,114 @@ def layer_offsets(spec: ModelSpec) -> list[int]:
     return offsets[:-1]
 
 
-def single_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[KernelPlan]:
+def bias_offsets(spec: ModelSpec) -> list[int] | None:
+    """Where each layer's biases stand in the parameter vector; None for a network that has none."""
+    return [block.offset for block in bias_blocks(spec)] or None
+
+
+def single_plans(
+    spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
+) -> list[KernelPlan]:
     """Candidates for one persistent gradient kernel; empty where dW does not fit the registers.
 
     encoding_gradient   whether dL/d(features) is wanted: for a table's gradient, or for dL/dx
     """
-    n_hidden = len(spec.layer_shapes) - 1
+    from .warpgroup_plan import warpgroup_single_plans  # made of this file's parts
+
+    n_hidden, n_planes = len(spec.layer_shapes) - 1, format_for(dtype, chip).n_planes
     candidates = []
+    if n_hidden >= MAX_NESTED_LAYERS:
+        return []
     for warps, rows in ((4, 32), (8, 16), (4, 16), (8, 32)):
-        allocate = _Allocator()
+        allocate = Allocator(n_planes)
         tile_rows = warps * rows
         weights = _weight_tiles(spec, allocate, resident=True)
         x = allocate.tile("x", tile_rows, spec.encoding_width)
         h = tuple(allocate.tile(f"h{i + 1}", tile_rows, spec.layer_shapes[i][0]) for i in range(n_hidden))
         d = tuple(allocate.tile(f"d{i + 1}", tile_rows, fan_out) for i, (fan_out, _) in enumerate(spec.layer_shapes))
         dx = allocate.tile("dx", tile_rows, spec.encoding_width) if encoding_gradient else None
-        registers = _fragment_registers(spec, rows)
+        registers = fragment_registers(spec, rows, n_planes)
         pairs = list(zip(d, (x, *h), strict=True))
-        layers = divide_weight_gradients(pairs, layer_offsets(spec), warps, MAX_REGISTERS - 15 - registers)
+        layers = divide_weight_gradients(
+            pairs, layer_offsets(spec), warps, MAX_REGISTERS - 15 - registers, bias_offsets(spec)
+        )
         if layers is not None:
-            plan = KernelPlan("single", warps, rows, 1, weights, x, dx, h, d, layers)
+            plan = KernelPlan("single", warps, rows, 1, weights, x, dx, h, d, layers, dtype=dtype)
             candidates.append((plan, registers + n_accumulators(layers)))
-    return _ranked(candidates, chip)
+    by_warpgroups = warpgroup_single_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype)
+    return [*by_warpgroups, *ranked(candidates, chip)]
 
 
-def staged_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[StagedPlan]:
+def staged_plans(
+    spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
+) -> list[StagedPlan]:
     """Candidates for the propagate kernel, each with its weight-gradient kernels."""
-    candidates = []
+    n_planes, candidates = format_for(dtype, chip).n_planes, []
+    if len(spec.layer_shapes) > MAX_NESTED_LAYERS:
+        return []
     for resident, warps, rows in itertools.product((True, False), (8, 4), (32, 16)):
-        allocate = _Allocator()
+        allocate = Allocator(n_planes)
         weights = _weight_tiles(spec, allocate, resident=resident)
         x = allocate.tile("x", warps * rows, spec.encoding_width)
-        dx = Tile("dx", x.rows, x.columns, x.offset) if encoding_gradient else None  # x is saved before dx is stored
-        registers = _fragment_registers(spec, rows)
+        dx = dataclasses.replace(x, name="dx") if encoding_gradient else None  # x is saved before dx is stored
+        registers = fragment_registers(spec, rows, n_planes)
         if registers <= MAX_REGISTERS:
-            candidates.append((KernelPlan("propagate", warps, rows, 1, weights, x, dx), registers))
+            candidates.append((KernelPlan("propagate", warps, rows, 1, weights, x, dx, dtype=dtype), registers))
     plans = []
-    for propagate in _resident_first(_ranked(candidates, chip)):
-        gradients = _weight_gradient_plans(spec, chip, propagate)
+    for propagate in _resident_first(ranked(candidates, chip)):
+        gradients = _weight_gradient_plans(spec, chip, propagate, n_planes)
         if gradients is not None:
             plans.append(StagedPlan(propagate, gradients))
     return plans
 
 
-def _weight_gradient_plans(spec: ModelSpec, chip: Architecture, propagate: KernelPlan):
+def _weight_gradient_plans(spec: ModelSpec, chip: Architecture, propagate: KernelPlan, n_planes: int):
+    others = 75 + 40 * (n_planes - 1)  # registers of operands and addresses
     by_shape: dict[tuple[int, int], list[int]] = {}
     for i, shape in enumerate(spec.layer_shapes):
         by_shape.setdefault(shape, []).append(i)
+    biases = [0] if spec.network.bias else None  # the kernel adds where those of the layer it works on stand
     result = []
     for (fan_out, fan_in), indices in by_shape.items():
-        allocate = _Allocator()
+        allocate = Allocator(n_planes)
         d = allocate.tile("d", propagate.tile_rows, fan_out)
         h = allocate.tile("h", propagate.tile_rows, fan_in)
-        layers = divide_weight_gradients([(d, h)], [0], propagate.warps, MAX_REGISTERS - 75)
+        layers = divide_weight_gradients([(d, h)], [0], propagate.warps, MAX_REGISTERS - others, biases)
         if layers is None:
             return None
-        plan = KernelPlan("weight gradient", propagate.warps, propagate.rows, 1, h=(h,), d=(d,), layers=layers)
+        plan = KernelPlan(
+            "weight gradient", propagate.warps, propagate.rows, 1, h=(h,), d=(d,), layers=layers, dtype=propagate.dtype
+        )
         if plan.shared_bytes > chip.shared_per_block:
             return None
-        blocks = max(1, _blocks_that_fit(plan, n_accumulators(layers) + 75, chip))
-        result.append((_with_blocks(plan, blocks), tuple(indices)))
+        blocks = max(1, blocks_that_fit(plan, n_accumulators(layers) + others, chip))
+        result.append((with_blocks(plan, blocks), tuple(indices)))
     return tuple(result)
 
 
-def gradient_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[KernelPlan | StagedPlan]:
-    """All candidates, the single kernel's first."""
+def gradient_plans(
+    spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
+) -> list[KernelPlan | StagedPlan]:
+    """All candidates, the single kernel's first; before them, on compute capability 9.0, the phased ones."""
+    from .phased_plan import phased_plans  # made of this file's parts
+
     plans = [
-        *single_plans(spec, chip, encoding_gradient=encoding_gradient),
-        *staged_plans(spec, chip, encoding_gradient=encoding_gradient),
+        *phased_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype),
+        *single_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype),
+        *staged_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype),
     ]
     return plans or _no_plan(spec, chip)
 
 
-def encoding_gradient_plan(spec: ModelSpec, chip: Architecture) -> KernelPlan:
+def encoding_gradient_plan(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> KernelPlan:
     """For a bare encoding: only the tile of its gradient."""
+    n_planes = format_for(dtype, chip).n_planes
     for warps, rows in ((4, 32), (4, 16), (1, 16)):
-        dx = _Allocator().tile("dx", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
-        plan, registers = KernelPlan("encoding gradient", warps, rows, 1, dx=dx), _fragment_registers(spec, rows)
+        dx = Allocator(n_planes).tile("dx", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
+        plan = KernelPlan("encoding gradient", warps, rows, 1, dx=dx, dtype=dtype)
+        registers = fragment_registers(spec, rows, n_planes)
         if plan.shared_bytes <= chip.shared_per_block and registers <= MAX_REGISTERS:
-            return _with_blocks(plan, 2 if _blocks_that_fit(plan, registers, chip) >= 2 else 1)
+            return with_blocks(plan, 2 if blocks_that_fit(plan, registers, chip) >= 2 else 1)
     return _no_plan(spec, chip)
 
 

@@ -7,17 +7,21 @@ What does not change between calls, addresses of parameters above all, is set on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from ..engines import KernelReport
 from ..layout import n_network_params, n_params
-from ..specs import AdamSpec, ModelSpec
-from . import gradient_scale_kernels, optimizer_kernels
+from ..specs import ModelSpec
+from . import fixed_point, gradient_scale_kernels, optimizer_kernels
 from .cache import CompiledKernel
 from .compiler import compile_kernel
 from .driver import Device, DeviceBuffer, LoadedKernel
-from .jobs import GradientScaleJob, InferenceJob, Job, KernelSource, OptimizerJob, choose
-from .plan import Architecture, architecture
+from .formats import number_format
+from .jobs import CollectJob, GradientScaleJob, Job, KernelSource, OptimizerJob, choose, optimizer_jobs
+from .optimizer_contract import Optimizer, Slice
+from .plan import Architecture, KernelPlan, architecture
 from .target import OutlineTarget
 
 OUTLINE = OutlineTarget()
@@ -89,6 +93,7 @@ class Workspace:
     def __init__(self, device: Device):
         self.device = device
         self._buffers: dict[str, DeviceBuffer] = {}
+        self.version = 0  # changes when a piece moves
 
     def get(self, name: str, n_bytes: int) -> int:
         """Address of a piece of at least `n_bytes`; its contents are lost when it grows."""
@@ -96,6 +101,7 @@ class Workspace:
         if buffer is None or buffer.size < n_bytes:
             if buffer is not None:
                 self.device.synchronize()
+                self.version += 1
                 del self._buffers[name]
                 buffer.free()
             buffer = self._buffers[name] = DeviceBuffer(self.device, n_bytes)
@@ -105,6 +111,7 @@ class Workspace:
         return self._buffers[name]
 
     def free(self) -> None:
+        self.version += 1
         for buffer in self._buffers.values():
             buffer.free()
         self._buffers.clear()
@@ -113,9 +120,10 @@ class Workspace:
 class InferenceProgram:
     """Outputs of a batch, by one kernel."""
 
-    def __init__(self, toolbox: Toolbox, job: InferenceJob, constants: dict[str, int]):
-        plan, (self.program,) = toolbox.load_first_that_fits(job)
+    def __init__(self, plan: KernelPlan, program: Program, constants: dict[str, int]):
+        self.program = program
         self.program.kernel.set(**constants)
+        self._parameters = constants["parameters"]
         self._tile_rows = plan.tile_rows
         self._set = self.program.kernel.setter("n_tiles", "x", "x_stride", "batch", "y", "y_stride")
 
@@ -123,9 +131,27 @@ class InferenceProgram:
     def programs(self) -> list[Program]:
         return [self.program]
 
-    def run(self, x: int, x_stride: int, out: int, out_stride: int, batch: int, stream: int) -> None:
+    def use(self, parameters: int, table: int) -> None:
+        """Compute with the parameters at these addresses from now on."""
+        if parameters != self._parameters:
+            self._parameters = parameters
+            self.program.kernel.set(parameters=parameters, table=table)
+
+    def run(
+        self,
+        x: int,
+        x_stride: int,
+        out: int,
+        out_stride: int,
+        batch: int,
+        stream: int,
+        max_levels: tuple[int, int] | None = None,
+    ) -> None:
+        """max_levels   address and bytes a sample of the fractions of levels in use, where kernels read them"""
         n_tiles = -(-batch // self._tile_rows)
         self._set(n_tiles, x, x_stride, batch, out, out_stride)
+        if max_levels is not None:
+            self.program.kernel.set(max_levels=max_levels[0], max_level_stride=max_levels[1])
         self.program.kernel.launch(min(n_tiles, self.program.max_blocks), stream)
 
 
@@ -140,28 +166,124 @@ class PartialSums:
     n_losses: int
 
 
-class OptimizerProgram:
-    """Adam, or with `optimizer` None the collection of gradients: what comes behind a gradient program."""
+SUMS = ("n_partials", "partial_sums", "row_bytes", "losses", "n_losses", "loss", "scales")
+"""What changes at every launch of a kernel that adds them up."""
 
-    def __init__(self, toolbox: Toolbox, spec: ModelSpec, optimizer: AdamSpec | None, constants: dict[str, int]):
-        _, (self.program,) = toolbox.load_first_that_fits(OptimizerJob(optimizer))
+
+class CollectProgram:
+    """Hands out the gradients that a gradient program left; `fixed_point`: the table's are summed so."""
+
+    def __init__(self, toolbox: Toolbox, spec: ModelSpec, constants: dict[str, int], *, fixed_point: bool = False):
+        _, (self.program,) = toolbox.load_first_that_fits(CollectJob(fixed_point))
         n_network, total = n_network_params(spec), n_params(spec)
         self._n_blocks = optimizer_kernels.n_blocks(n_network, total)
         self.program.kernel.set(n_network=n_network, n_params=total, **constants)
-        self._set = self.program.kernel.setter(
-            "n_partials", "partial_sums", "row_bytes", "losses", "n_losses", "loss", "scales"
-        )
+        self._set = self.program.kernel.setter(*SUMS)
 
     @property
     def programs(self) -> list[Program]:
         return [self.program]
 
-    def run(self, partial: PartialSums, loss: int, scales: int, scale: float, stream: int, **more: int | float) -> None:
+    def run(self, partial: PartialSums, loss: int, scales: int, scale: float, stream: int, **more: float) -> None:
         """`scale` is the factor of the loss and of the gradients (1 / (n_out batch) for a loss's own)."""
         kernel = self.program.kernel
         self._set(partial.n_rows, partial.address, partial.row_bytes, partial.losses, partial.n_losses, loss, scales)
         kernel.set(loss_scale=scale, gradient_scale=scale, **more)
         kernel.launch(self._n_blocks, stream)
+
+
+class OptimizerProgram:
+    """What comes behind a gradient program: an optimizer's step, slice after slice of the parameters.
+
+    `constants` hold the addresses of whole arrays; `unread` is memory for what a slice must not write: the loss, and
+    the count of skipped steps, which the last slice sees to. `fixed_point`: the table's gradient is summed so.
+    """
+
+    def __init__(
+        self, toolbox: Toolbox, spec: ModelSpec, optimizer: Optimizer, constants: dict[str, int], unread: int,
+        dtype: str = "float16", *, fixed_point: bool = False,
+    ):  # fmt: skip
+        jobs = optimizer_jobs(optimizer, n_network_params(spec), dtype, fixed_point=fixed_point)
+        self._optimizer, self._unread = optimizer, unread
+        self._slices = [
+            _SliceProgram(toolbox, job, where, links, n_network_params(spec), constants) for job, where, links in jobs
+        ]
+        for part in self._slices[:-1]:
+            part.programs[0].kernel.set(skipped=unread)
+
+    @property
+    def programs(self) -> list[Program]:
+        return [program for part in self._slices for program in part.programs]
+
+    def numbers(self) -> Iterator[tuple[Callable[[], dict[str, int | float]], LoadedKernel, dict[str, str]]]:
+        """(numbers, kernel, names): what a kernel is told anew in each step, by the kernel's names for it."""
+        for part in self._slices:
+            yield from part.numbers()
+
+    def run(self, partial: PartialSums, loss: int, scales: int, scale: float, stream: int, **more: float) -> None:
+        """One step; `scale` as in `CollectProgram`. more   `mark`, and the units of sums in fixed point"""
+        self._optimizer.step()
+        for part in self._slices[:-1]:
+            part.run(replace(partial, n_losses=0), self._unread, scales, scale, stream, **more)
+        self._slices[-1].run(partial, loss, scales, scale, stream, **more)
+        self._optimizer.turn()
+
+
+class _SliceProgram:
+    """The kernels that update one slice: those of its chain, and its leaf's own between them if it has some."""
+
+    def __init__(
+        self, toolbox: Toolbox, job: OptimizerJob, where: Slice, links: list[Optimizer], n_network: int,
+        constants: dict[str, int],
+    ):  # fmt: skip
+        _, self.programs = toolbox.load_first_that_fits(job)
+        self._start, n_params = where.start, where.sizes.n_params
+        own_network = min(max(n_network - where.start, 0), n_params)
+        first_of_table = max(where.start - n_network, 0)
+        parameter_bytes = number_format(job.dtype).parameter_bytes
+        addresses = constants | {
+            "weights": constants["weights"] + 4 * where.start,
+            "copy": constants["copy"] + parameter_bytes * where.start,
+            "kept_copy": constants["kept_copy"] + parameter_bytes * where.start,
+            "table_gradient": constants["table_gradient"]
+            + (fixed_point.BYTES if job.fixed_point else 4) * first_of_table,
+        }
+        leaf = links[-1].constants(where.start)
+        sizes = {"n_matrix": where.sizes.n_matrix_params, "n_network": own_network, "n_params": n_params}
+        for program in self.programs:
+            program.kernel.set(**sizes, **addresses, **leaf)
+            for depth, link in enumerate(links):
+                program.kernel.set(**{f"{name}_{depth}": v for name, v in link.constants(where.start).items()})
+        self._set = self.programs[0].kernel.setter(*SUMS)
+        self._links = []  # with the kernels' names of what they give to each step
+        for depth, link in enumerate(links):
+            is_by_layers = link is links[-1] and bool(job.layer_kernels())
+            names = {name: name if is_by_layers else f"{name}_{depth}" for name in link.numbers(where.start)}
+            self._links.append((link, names))
+        self._grids = [(optimizer_kernels.n_blocks(own_network, n_params, job.vector), 1)]
+        self._grids += [(kernel.n_blocks, kernel.n_rows) for kernel in job.layer_kernels()]
+        if len(self._grids) < len(self.programs):
+            self._grids.append((max(1, -(-n_params // (optimizer_kernels.THREADS * job.vector_after))), 1))
+
+    def numbers(self) -> Iterator[tuple[Callable[[], dict[str, int | float]], LoadedKernel, dict[str, str]]]:
+        """See `OptimizerProgram.numbers`."""
+        for program in self.programs:
+            for link, names in self._links:
+                yield functools.partial(link.numbers, self._start), program.kernel, names
+
+    def run(self, partial: PartialSums, loss: int, scales: int, scale: float, stream: int, **more: float) -> None:
+        self._set(
+            partial.n_rows, partial.address + 4 * self._start, partial.row_bytes, partial.losses, partial.n_losses,
+            loss, scales,
+        )  # fmt: skip
+        self.programs[0].kernel.set(loss_scale=scale, gradient_scale=scale, **more)
+        numbers = {}
+        for link, names in self._links:
+            for name, value in link.numbers(self._start).items():
+                numbers[names[name]] = value
+        for program, (n_blocks, n_rows) in zip(self.programs, self._grids, strict=True):
+            program.kernel.set(**numbers)
+            program.kernel.launch(n_blocks, stream, n_rows)
 
 
 class GradientScaleProgram:
@@ -179,7 +301,15 @@ class GradientScaleProgram:
 
     def run(self, y: int, y_stride: int, batch: int, n_columns: int, stream: int) -> None:
         self._maximum.fill_zero(stream)
-        self.largest.kernel.set(y=y, y_stride=y_stride, batch=batch, n_columns=n_columns)
-        n_blocks = -(-batch * n_columns // gradient_scale_kernels.THREADS)
-        self.largest.kernel.launch(min(n_blocks, self.largest.max_blocks), stream)
+        find_largest_gradient(self.largest, y, y_stride, batch, n_columns, stream)
         self.write.kernel.launch(1, stream)
+
+
+def find_largest_gradient(program: Program, y: int, y_stride: int, batch: int, n_columns: int, stream: int) -> None:
+    """Raise the maximum that the kernel knows to that of |y|, as many rows at a time as it counts elements of."""
+    chunk = max(1, gradient_scale_kernels.MAX_ELEMENTS // n_columns)
+    for start in range(0, batch, chunk):
+        rows = min(chunk, batch - start)
+        program.kernel.set(y=y + start * y_stride, y_stride=y_stride, batch=rows, n_columns=n_columns)
+        n_blocks = -(-rows * n_columns // gradient_scale_kernels.THREADS)
+        program.kernel.launch(min(n_blocks, program.max_blocks), stream)

@@ -5,8 +5,9 @@ values. Run with this file's `Emitter` it writes IR into the kernel being compil
 same body computes on NumPy arrays over the threads of a block. So there is one source for the address arithmetic,
 the fragment maps and the order of instructions, and the machine's own semantics are written once per instruction.
 
-Values: `u32` (also two packed float16, and addresses in shared memory), `f32`, `u64` (addresses in global memory)
-and predicates. Instructions follow the PTX ISA; which need a newer chip than sm_75 is decided in here.
+Values: `u32` (also two packed float16 or bfloat16, and addresses in shared memory), `f32`, `f64` (optimizers alone
+compute in it), `u64` (addresses in global memory) and predicates. Instructions follow the PTX ISA; which need a newer
+chip than sm_75 is decided in here.
 """
 
 from __future__ import annotations
@@ -19,14 +20,23 @@ from numba import types
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic as numba_intrinsic
 
+from .wgmma import WARPGROUP, Chain, batch_text
+
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-F16, F32 = ir.HalfType(), ir.FloatType()
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 VOID = ir.VoidType()
 HALF2 = ir.VectorType(F16, 2)
 
-NUMBA_TYPES = {"u32": types.uint32, "f32": types.float32, "u64": types.uint64, "void": types.void}
+NUMBA_TYPES = {
+    "u32": types.uint32, "f32": types.float32, "f64": types.float64, "u64": types.uint64, "void": types.void,
+}  # fmt: skip
 
 ALL_LANES = -1
+
+_VECTORS = {
+    "u32": ("b32", "r", I32), "u64": ("b64", "l", I64), "f32": ("f32", "f", F32), "f64": ("f64", "d", F64),
+    "u16": ("u16", "h", I16),
+}  # fmt: skip
 
 
 class Emitter:
@@ -94,9 +104,27 @@ class Emitter:
     def mod(self, a, n: int):
         return self.builder.urem(self.u32(a), self.u32(n))
 
+    def remainders(self, values, divisor):
+        """Each value modulo `divisor`. One branch for all: divisions are left out where, in this thread, every value is
+        below twice the divisor."""
+        values = [self.minimum(value, self.sub(value, divisor)) for value in values]
+        largest = values[0]
+        for value in values[1:]:
+            largest = self.maximum(largest, value)
+        n = len(values)
+        divisions = " ".join(f"rem.u32 ${i}, ${i}, ${2 * n};" for i in range(n))
+        text = f"{{ .reg .pred p; setp.lt.u32 p, ${2 * n + 1}, ${2 * n}; @p bra done; {divisions} done: }}"
+        constraints = ",".join(["=r"] * n + [str(i) for i in range(n)] + ["r", "r"])
+        reduced = self.asm([I32] * n, text, constraints, [*values, self.u32(divisor), largest], pure=True)
+        return [reduced] if n == 1 else list(reduced)
+
     def minimum(self, a, b):
         a, b = self.u32(a), self.u32(b)
         return self.builder.select(self.builder.icmp_unsigned("<", a, b), a, b)
+
+    def maximum(self, a, b):
+        a, b = self.u32(a), self.u32(b)
+        return self.builder.select(self.builder.icmp_unsigned(">", a, b), a, b)
 
     def address(self, base, index, stride: int, offset: int = 0):
         """base + index * stride + offset bytes in global memory; the product is taken in 64 bits."""
@@ -131,8 +159,46 @@ class Emitter:
     def fadd(self, a, b):
         return self.builder.fadd(a, b)
 
+    def fsub(self, a, b):
+        return self.builder.fsub(a, b)
+
     def fmul(self, a, b):
         return self.builder.fmul(a, b)
+
+    def fdiv(self, a, b):
+        return self.builder.fdiv(a, b)
+
+    def fma(self, a, b, c):
+        """a b + c with one rounding."""
+        return self.builder.fma(a, b, c)
+
+    def f64(self, value: float):
+        return F64(float(value))
+
+    def widen(self, a):
+        """float32 to float64."""
+        return self.builder.fpext(a, F64)
+
+    def narrow(self, a):
+        """float64 to float32, rounded to nearest."""
+        return self.builder.fptrunc(a, F32)
+
+    def to_f64(self, a):
+        """u32 to float64."""
+        return self.builder.uitofp(self.u32(a), F64)
+
+    def square_root(self, a):
+        """Of a float64, rounded to nearest."""
+        return self.asm([F64], "sqrt.rn.f64 $0, $1;", "=d,d", [a], pure=True)
+
+    def less_than(self, a, b):
+        """a < b of two float64; false where one is NaN."""
+        text = "{ .reg .pred p; setp.lt.f64 p, $1, $2; selp.u32 $0, 1, 0, p; }"  # opaque to fast mathematics
+        return self.equal(self.asm([I32], text, "=r,d,d", [a, b], pure=True), 1)
+
+    def multiply_add(self, a, b, c):
+        """a b + c with one rounding."""
+        return self.asm([F32], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], pure=True)
 
     def is_finite(self, a):
         bits = self.builder.bitcast(a, I32)
@@ -141,6 +207,9 @@ class Emitter:
 
     def float_to_bits(self, a):
         return self.builder.bitcast(a, I32)
+
+    def bits_to_float(self, a):
+        return self.builder.bitcast(a, F32)
 
     def pack_half2(self, low, high):
         """Two float32 to two float16 in one register, rounded to nearest even; `low` in the lower half."""
@@ -165,9 +234,32 @@ class Emitter:
         """float16 in the low half of a u32 to float32; opaque as `unpack_half2`."""
         return self.asm([F32], "cvt.f32.f16 $0, $1;", "=f,h", [self.builder.trunc(a, I16)], pure=True)
 
+    def pack_bfloat2(self, low, high):
+        """Two float32 to two bfloat16 in one register, rounded to nearest even; `low` in the lower half (sm_80)."""
+        return self.asm([I32], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], pure=True)
+
+    def upper_halves(self, low, high):
+        """The upper 16 bits of two registers in one."""
+        return self.asm([I32], "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [self.u32(low), self.u32(high)], pure=True)
+
+    def round_to_int64(self, a):
+        """The nearest int64 of a float32 that has one, in a u64."""
+        return self.asm([I64], "cvt.rni.s64.f32 $0, $1;", "=l,f", [a], pure=True)
+
+    def int64_to_float(self, a):
+        return self.asm([F32], "cvt.rn.f32.s64 $0, $1;", "=f,l", [a], pure=True)
+
     def floor_to_int(self, a):
         """floor as int32 in a u32: saturates, NaN gives 0 (LLVM's own conversion would be undefined there)."""
         return self.asm([I32], "cvt.rmi.s32.f32 $0, $1;", "=r,f", [a], pure=True)
+
+    def round_to_int(self, a):
+        """To the nearest int32, in a u32; saturates, NaN gives 0."""
+        return self.asm([I32], "cvt.rni.s32.f32 $0, $1;", "=r,f", [a], pure=True)
+
+    def int_to_float(self, a):
+        """An int32 in a u32 to float32."""
+        return self.builder.sitofp(a, F32)
 
     # ------------------------------------------------------------------------------------ identity
     def special(self, name: str):
@@ -186,6 +278,11 @@ class Emitter:
     def warp(self):
         return self.shr(self.thread(), 5)
 
+    def warp_of_block(self):
+        """As `warp`, in a block of up to three dimensions."""
+        row = self.add(self.special("tid.y"), self.mul(self.special("ntid.y"), self.special("tid.z")))
+        return self.shr(self.add(self.thread(), self.mul(self.special("ntid.x"), row)), 5)
+
     def block(self):
         return self.special("ctaid.x")
 
@@ -201,33 +298,73 @@ class Emitter:
         return self.builder.bitcast(self.special("ctaid.z"), F32)
 
     # ------------------------------------------------------------------------------ warp, barriers
+    def settle(self, value):
+        """A u32, computed here: LLVM can neither move that nor look through it for what a later use needs of it."""
+        return self.asm([I32], "mov.b32 $0, $1;", "=r,r", [value])
+
     def shuffle_xor(self, value, mask: int):
+        if value.type == F64:
+            text = (
+                "{ .reg .b32 l, h; mov.b64 {l, h}, $1; "
+                f"shfl.sync.bfly.b32 l, l, {mask}, 31, {ALL_LANES}; shfl.sync.bfly.b32 h, h, {mask}, 31, {ALL_LANES}; "
+                "mov.b64 $0, {l, h}; }"
+            )
+            return self.asm([F64], text, "=d,d", [value], collective=True)
         kind = "=f,f" if value.type == F32 else "=r,r"
         text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, {ALL_LANES};"
         return self.asm([value.type], text, kind, [value], collective=True)
 
+    def warp_maximum(self, value):
+        """Unsigned maximum over the warp, in every lane."""
+        if self.cc >= 80:
+            return self.asm([I32], f"redux.sync.max.u32 $0, $1, {ALL_LANES};", "=r,r", [value], collective=True)
+        for mask in (16, 8, 4, 2, 1):
+            value = self.maximum(value, self.shuffle_xor(value, mask))
+        return value
+
     def barrier(self):
         self.asm([], "bar.sync 0;", "~{memory}", collective=True)
+
+    def warpgroup(self):
+        """Index of this thread's warpgroup, by a shuffle: so the assembler knows that it is the same in a warp."""
+        text = f"shfl.sync.idx.b32 $0, $1, 0, 31, {ALL_LANES};"
+        return self.asm([I32], text, "=r,r", [self.shr(self.thread(), 7)], pure=True, collective=True)
+
+    def warpgroup_barrier(self):
+        """Of the 128 threads of a warpgroup; barrier 0 is the block's."""
+        number = self.add(self.warpgroup(), 1)
+        self.asm([], f"bar.sync $0, {32 * WARPGROUP};", "r,~{memory}", [number], collective=True)
+
+    def fence_async(self):
+        """What this thread has written to shared memory so far can be read by wgmma behind the next barrier."""
+        self.asm([], "fence.proxy.async.shared::cta;", "~{memory}")
 
     def warp_barrier(self):
         self.asm([], f"bar.warp.sync {ALL_LANES};", "~{memory}", collective=True)
 
     # ------------------------------------------------------------------------------ tensor cores
-    def mma(self, a, b, c):
-        """One m16n8k16 product: a (16x16 float16, 4 registers) times b (16x8, 2 registers) plus c (16x8 float32, 4)."""
-        if self.cc >= 80:
-            text = (
-                "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-            )
-            return self.asm(
-                [F32] * 4, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, *b, *c], pure=True, collective=True
-            )
+    def mma(self, a, b, c, *, bfloat: bool = False):
+        """One m16n8k16 product (sm_80): a (16x16 float16, or with `bfloat` bfloat16, 4 registers) times b (16x8, 2
+        registers) plus c (16x8 float32, 4)."""
+        kind = "bf16" if bfloat else "f16"
+        text = (
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+        )
+        return self.asm([F32] * 4, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, *b, *c], pure=True, collective=True)
+
+    def mma_k8(self, a, b, c):
+        """One m16n8k8 product (sm_75): a (16x8 float16, 2 registers) times b (8x8, 1 register) plus c (16x8, 4)."""
         text = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};"
-        for a_half, b_half in ((a[:2], b[0]), (a[2:], b[1])):
-            arguments = [*a_half, b_half, *c]
-            c = self.asm([F32] * 4, text, "=f,=f,=f,=f,r,r,r,f,f,f,f", arguments, pure=True, collective=True)
-        return c
+        return self.asm([F32] * 4, text, "=f,=f,=f,=f,r,r,r,f,f,f,f", [*a, b, *c], pure=True, collective=True)
+
+    def wgmma(self, chains: list[Chain]) -> list[list]:
+        """Products of a warpgroup (sm_90a), waited for; the registers of each chain's sums."""
+        text, constraints, inputs = batch_text(chains)
+        n_outputs = [chain.n // 2 for chain in chains]
+        constraints = ",".join(["=&f"] * sum(n_outputs) + constraints + ["~{memory}"])
+        registers = iter(self.asm([F32] * sum(n_outputs), text, constraints, inputs, collective=True))
+        return [[next(registers) for _ in range(n)] for n in n_outputs]
 
     def ldmatrix(self, address, offset: int = 0, *, transposed: bool = False):
         """Four 8x8 float16 matrices; lane i gives the address of row i % 8 of matrix i / 8. Four registers."""
@@ -253,7 +390,7 @@ class Emitter:
     @staticmethod
     def _vector(kind: str, count: int) -> tuple[str, str, ir.Type]:
         """PTX suffix, constraint letter and LLVM type of `count` values of `kind`."""
-        suffix, letter, llvm = {"u32": ("b32", "r", I32), "f32": ("f32", "f", F32), "u16": ("u16", "h", I16)}[kind]
+        suffix, letter, llvm = _VECTORS[kind]
         return (f".v{count}" if count > 1 else "") + "." + suffix, letter, llvm
 
     def _load(self, space: str, address, letter_of_address: str, offset: int, kind: str, count: int, pure: bool):
@@ -281,17 +418,24 @@ class Emitter:
     def store_shared(self, address, kind: str, values, offset: int = 0):
         self._store("st.shared", address, "r", offset, kind, values)
 
+    def add_shared_u32(self, address, value, offset: int = 0):
+        self.asm([], f"red.shared.add.u32 [$0+{offset}], $1;", "r,r,~{memory}", [address, value])
+
     def load_global(self, address, kind: str, count: int = 1, offset: int = 0, *, constant: bool = True):
         """`constant`: nothing writes this memory while the kernel runs (the read-only path, and free to be moved)."""
         space = "global.nc" if constant else "global"
         return self._load(space, address, "l", offset, kind, count, pure=constant)
+
+    def prefetch(self, address):
+        """The line that `address` lies in, to the L2 cache."""
+        self.asm([], "prefetch.global.L2 [$0];", "l", [address])
 
     def load_global_where(self, predicate, address, kind: str, count: int = 1, offset: int = 0):
         """A load that happens only where `predicate` holds, and gives 0 elsewhere; the memory may change meanwhile."""
         suffix, letter, llvm = self._vector(kind, count)
         registers = ",".join(f"${i}" for i in range(count))
         target = f"{{{registers}}}" if count > 1 else registers
-        zero = "0f00000000" if kind == "f32" else "0"
+        zero = {"f32": "0f00000000", "f64": "0d0000000000000000"}.get(kind, "0")
         clear = " ".join(f"mov.{suffix.rsplit('.', 1)[1]} ${i}, {zero};" for i in range(count))
         text = (
             f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {clear} "
@@ -320,17 +464,38 @@ class Emitter:
     def add_global_u32(self, address, value):
         self.asm([], "red.global.add.u32 [$0], $1;", "l,r,~{memory}", [address, self.u32(value)])
 
-    def copy_async(self, shared_address, global_address, offset: int = 0):
-        """16 bytes from global to shared memory without passing registers (sm_80); both addresses 16-byte aligned."""
+    def add_global_u64(self, address, value):
+        self.asm([], "red.global.add.u64 [$0], $1;", "l,l,~{memory}", [address, value])
+
+    def copy_async(self, shared_address, global_address, offset: int = 0, *, where=None, constant: bool = True):
+        """16 bytes from global to shared memory without passing registers (sm_80); both addresses 16-byte aligned.
+
+        where      a predicate: elsewhere nothing is read and zeros are written
+        constant   whether nothing writes this memory while the kernel runs; no matter to the machine
+        """
+        if where is not None and self.cc >= 80:
+            text = f"cp.async.cg.shared.global [$0+{offset}], [$1], 16, $2;"
+            n_bytes = self.builder.select(where, I32(16), I32(0))
+            self.asm([], text, "r,l,r,~{memory}", [shared_address, global_address, n_bytes])
+            return
+        if where is not None:
+            self.store_shared(shared_address, "u32", self.load_global_where(where, global_address, "u32", 4), offset)
+            return
         if self.cc >= 80:
             text = f"cp.async.cg.shared.global [$0+{offset}], [$1], 16;"
             self.asm([], text, "r,l,~{memory}", [shared_address, global_address])
             return
         self.store_shared(shared_address, "u32", self.load_global(global_address, "u32", 4, constant=False), offset)
 
-    def copy_wait(self):
-        """Wait for this thread's asynchronous copies."""
-        if self.cc >= 80:
+    def copy_commit(self):
+        """This thread's copies since the last commit become a group, maybe an empty one (sm_80)."""
+        self.asm([], "cp.async.commit_group;", "~{memory}")
+
+    def copy_wait(self, groups_left: int | None = None):
+        """Wait for this thread's asynchronous copies; or for all groups of them but so many, the latest."""
+        if groups_left is not None:
+            self.asm([], f"cp.async.wait_group {groups_left};", "~{memory}")
+        elif self.cc >= 80:
             self.asm([], "cp.async.wait_all;", "~{memory}")
 
 

@@ -11,23 +11,36 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .encoding_parts import power_of_two_in
+from . import fixed_point
+from .arithmetic import make_multiply
+from .encoding_parts import make_select, power_of_two_in
 from .fragments import Target, make_sum, make_zeros
-from .tiles import make_get, make_put
+from .tiles import AnyTile, make_get, make_put
 
-X, X_STRIDE, ROW, TABLE, PLACE = range(5)
-"""`at`: address and row stride (bytes) of the inputs, row of the batch, addresses of the table and the tile's row."""
+X, X_STRIDE, ROW, TABLE, PLACE, FIRST_ROW, BATCH_SIZE, MAX_LEVELS, MAX_LEVEL_STRIDE = range(9)
+"""`at`: address and row stride (bytes) of the inputs, row of the batch, addresses of the table and the tile's row; and
+for grids that need it, the row in the whole batch that row 0 is, the rows of that, and the fractions of levels in use,
+with the bytes between those of two samples."""
+
+
+KINDS = {"float32": ("f32", 4), "float16": ("u16", 2)}
+"""Kind of an emitter's access to a dtype, and bytes."""
 
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Inputs x [batch, n_input_dims] in global memory as `input_dtype`, float16 tables, features in rows of a tile.
+    """Inputs x [batch, n_input_dims] in global memory as `input_dtype`, tables in the target's number format, features
+    in rows of a tile.
 
     aligned           whether x and its rows start at multiples of 16 bytes, so that chunks of 8 can be loaded at once
     first_dim, first_column, first_parameter   where the inputs, features and parameters of the encoding begin
+    max_level         whether each sample uses a fraction of a grid's levels
+    fixed_point       whether parameter gradients are summed in fixed point: `table_gradient` then is a tuple, as
+                      `fixed_point.make_add_entry` takes it
     factors           (make_factor, first_column): what gradients are multiplied by as they are read.
                       make_factor(n, multiple) -> factor(at, column) -> n float32, those of the columns from
                       first_column + column on, column a multiple of `multiple`
+    tile              whose rows features go to and gradients come from; None: any whose columns lie one after the other
     """
 
     target: Target
@@ -36,7 +49,11 @@ class RowMemory:
     first_dim: int = 0
     first_column: int = 0
     first_parameter: int = 0
+    max_level: bool = False
+    fixed_point: bool = False
     factors: tuple[tuple[Callable, int], ...] = ()
+    rows_at_once = False  # whether a grid shall compute the rows of all corners of a cell before it uses them
+    tile: AnyTile | None = None
 
     def part(self, first_dim: int, first_column: int, first_parameter: int) -> RowMemory:
         """The memory of a child that begins there."""
@@ -48,10 +65,6 @@ class RowMemory:
     def times(self, make_factor: Callable) -> RowMemory:
         """This memory, the gradients read from it multiplied."""
         return dataclasses.replace(self, factors=(*self.factors, (make_factor, self.first_column)))
-
-    @property
-    def _input(self) -> tuple[str, int]:
-        return {"float32": ("f32", 4), "float16": ("u16", 2)}[self.input_dtype]
 
     @property
     def read_input(self):
@@ -67,14 +80,45 @@ class RowMemory:
     def floor_to_int(self):
         return _make_floor_to_int(self.target)
 
+    @property
+    def multiply_add(self):
+        """multiply_add(a, b, c) -> a b + c with one rounding."""
+        return _make_multiply_add(self.target)
+
     def make_floors(self, count: int):
         """floors(values) -> each one's `floor_to_int`, a tuple."""
         return _make_floors(self.target, count)
 
+    @property
+    def float_to_bits(self):
+        """float_to_bits(value) -> u32."""
+        return _make_float_to_bits(self.target)
+
+    @property
+    def read_max_level(self):
+        """read_max_level(at) -> float32, the fraction of a grid's levels that the sample uses."""
+        read = _make_read_max_level(self.target)
+
+        def read_max_level(at):
+            return read(at[MAX_LEVELS], at[MAX_LEVEL_STRIDE], at[ROW])
+
+        return self.target.device(read_max_level)
+
+    @property
+    def stream_position(self):
+        """stream_position(at, turn) -> u64: the sample's place in a stream of one number a sample, turn after turn."""
+        u64 = self.target.u64
+
+        def stream_position(at, turn):
+            return u64(u64(u64(at[FIRST_ROW]) + u64(at[ROW])) + u64(turn) * u64(at[BATCH_SIZE]))
+
+        return self.target.device(stream_position)
+
     def make_read_inputs(self, count: int):
         """read(at, dim) -> `count` float32 of a row, from `dim`, a multiple of `count`, on."""
         aligned = self.aligned and self.first_dim % count == 0
-        read, first, u32 = _make_read_inputs(self.target, *self._input, count, aligned), self.first_dim, self.target.u32
+        read = make_read_inputs(self.target, *KINDS[self.input_dtype], count, aligned)
+        first, u32 = self.first_dim, self.target.u32
 
         def read_inputs(at, dim):
             return read(at[X], at[X_STRIDE], at[ROW], u32(dim + u32(first)))
@@ -91,18 +135,28 @@ class RowMemory:
         return self.target.device(read_entry)
 
     def make_add_entry(self, n_features: int):
-        """add(table_gradient, index, values): float32 reduction."""
+        """add(table_gradient, index, values): float32 reduction, or one in fixed point."""
+        if self.fixed_point:
+            return fixed_point.make_add_entry(self.target, n_features, self.first_parameter)
         return _make_add_entry(self.target, n_features, self.first_parameter)
 
     def make_add_entries(self, n_features: int):
         """add(table_gradient, index, other, values, other_values): two entries, in one reduction where they are
         neighbours."""
+        if self.fixed_point:
+            add = self.make_add_entry(n_features)
+
+            def add_both(table_gradient, index, other, values, other_values):
+                add(table_gradient, index, values)
+                add(table_gradient, other, other_values)
+
+            return self.target.device(add_both)
         return _make_add_entries(self.target, n_features, self.first_parameter)
 
     def make_put(self, n_values: int, multiple: int | None = None):
         """put(at, column, values): features to columns of a row; column a multiple of `multiple`, by default n."""
         alignment, first = power_of_two_in(multiple or n_values, self.first_column), self.first_column
-        put, u32 = make_put(self.target, n_values, alignment), self.target.u32
+        put, u32 = make_put(self.target, n_values, alignment, self.tile), self.target.u32
 
         def put_features(at, column, values):
             put(at[PLACE], u32(column + u32(first)), values)
@@ -113,7 +167,7 @@ class RowMemory:
         """get(at, column) -> gradients of n features, times the factors."""
         multiple = multiple or n_values
         alignment, first = power_of_two_in(multiple, self.first_column), self.first_column
-        get, u32 = make_get(self.target, n_values, alignment), self.target.u32
+        get, u32 = make_get(self.target, n_values, alignment, self.tile), self.target.u32
 
         def get_gradient(at, column):
             return get(at[PLACE], u32(column + u32(first)))
@@ -127,10 +181,7 @@ class RowMemory:
         factor = make_factor(n_values, power_of_two_in(multiple, shift))
         map_values, u32 = self.target.map_fragment, self.target.u32
 
-        def multiply(a, b):
-            return a * b
-
-        multiply = self.target.scalar(multiply)
+        multiply = make_multiply(self.target)
 
         def get_product(at, column):
             return map_values(multiply, get(at, column), factor(at, u32(column + u32(shift))))
@@ -148,6 +199,21 @@ class RowMemory:
         return make_sum(self.target, n_values)
 
 
+@dataclass(frozen=True)
+class LaneMemory(RowMemory):
+    """As RowMemory, but each lane has its own sample: at[X] is its tuple of `n_inputs` float32, in registers."""
+
+    n_inputs: int = 0
+
+    def make_read_inputs(self, count: int):
+        select = make_select(self.target, self.n_inputs, count, self.first_dim)
+
+        def read_inputs(at, dim):
+            return select(at[X], dim)
+
+        return self.target.device(read_inputs)
+
+
 @functools.cache
 def _make_constants(target: Target, n_values: int, value: float):
     @target.intrinsic([], ("f32", n_values))
@@ -158,7 +224,7 @@ def _make_constants(target: Target, n_values: int, value: float):
 
 
 @functools.cache
-def _make_read_inputs(target: Target, kind: str, size: int, count: int, aligned: bool):
+def make_read_inputs(target: Target, kind: str, size: int, count: int, aligned: bool):
     @target.intrinsic(["u64", "u32", "u32", "u32"], ("f32", count))
     def read_inputs(e, x, x_stride, row, first_dim):
         address = e.address(e.address_by(x, row, x_stride), first_dim, size)
@@ -192,17 +258,44 @@ def _make_floor_to_int(target: Target):
 
 
 @functools.cache
+def _make_multiply_add(target: Target):
+    @target.intrinsic(["f32", "f32", "f32"], "f32")
+    def multiply_add(e, a, b, c):
+        return e.multiply_add(a, b, c)
+
+    return multiply_add
+
+
+@functools.cache
+def _make_float_to_bits(target: Target):
+    @target.intrinsic(["f32"], "u32")
+    def float_to_bits(e, value):
+        return e.float_to_bits(value)
+
+    return float_to_bits
+
+
+@functools.cache
+def _make_read_max_level(target: Target):
+    @target.intrinsic(["u64", "u32", "u32"], "f32")
+    def read_max_level(e, max_levels, stride, row):
+        return e.load_global(e.address_by(max_levels, row, stride), "f32")[0]
+
+    return read_max_level
+
+
+@functools.cache
 def _make_read_entry(target: Target, n_features: int, first: int):
     """`first`: elements before the table. Where it is no multiple of n_features, loads are narrower."""
-    width = power_of_two_in(n_features, first)
+    number_format, size = target.format, target.format.parameter_bytes
+    width = min(power_of_two_in(n_features, first), 16 // size)
 
     @target.intrinsic(["u64", "u32"], ("f32", n_features))
     def read_entry(e, table, index):
-        address = e.address(table, index, 2 * n_features, 2 * first)
-        if width == 1:
-            return [e.half_to_float(e.load_global(address, "u16", 1, 2 * i)[0]) for i in range(n_features)]
-        words = [w for i in range(0, n_features, width) for w in e.load_global(address, "u32", width // 2, 2 * i)]
-        return [value for word in words for value in e.unpack_half2(word)]
+        address, values = e.address(table, index, size * n_features, size * first), []
+        for i in range(0, n_features, width):
+            values += number_format.load_parameters(e, address, width, size * i)
+        return values
 
     return read_entry
 

@@ -21,7 +21,7 @@ import math
 import numpy as np
 
 from ..specs import SphericalHarmonicsSpec
-from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, power_of_two_in
+from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, make_select, power_of_two_in
 
 
 def normalisation(l: int, m: int) -> float:
@@ -30,7 +30,7 @@ def normalisation(l: int, m: int) -> float:
     return math.sqrt(factor if m == 0 else 2 * factor)
 
 
-class _Arithmetic:
+class Arithmetic:
     """Sums and products with an emitter; a number is a register or a Python float, and None is 0."""
 
     def __init__(self, emitter):
@@ -81,20 +81,52 @@ class _Arithmetic:
         return p
 
 
+def all_harmonics(arithmetic, x, y, z, degree: int) -> list:
+    """All degree^2 harmonics at numbers (X, Y, Z) of an arithmetic, in column order; None for 0."""
+    columns = [None] * degree**2
+    powers, legendre = arithmetic.powers(x, y, degree), arithmetic.legendre(z, degree)
+    for (l, m), p in legendre.items():
+        scaled = arithmetic.product(p, normalisation(l, m))
+        for column, power in zip((l * (l + 1) - m, l * (l + 1) + m), reversed(powers[m]), strict=True):
+            if power is not None:
+                columns[column] = arithmetic.product(scaled, power)
+    return columns
+
+
+def gradient_of_direction(arithmetic, x, y, z, u, degree: int) -> list:
+    """dL/d(X, Y, Z) of u = dL/dy, numbers of an arithmetic."""
+    powers, legendre = arithmetic.powers(x, y, degree), arithmetic.legendre(z, degree)
+    dx = dy = dz = None
+
+    def projected(sign: int, m: int, order: int):
+        """A_m (sign 1) or B_m (sign -1), or with order 1 their derivatives by Z."""
+        terms = []
+        for l in range(m + order, degree):
+            p = arithmetic.product(legendre[l, m + order], (-1) ** order * normalisation(l, m))
+            terms.append(arithmetic.product(u[l * (l + 1) + sign * m], p))
+        return arithmetic.sum(*terms)
+
+    for m in range(degree):
+        c, s = powers[m]
+        dz = arithmetic.sum(dz, arithmetic.product(projected(1, m, 1), c))
+        if m == 0:
+            continue
+        dz = arithmetic.sum(dz, arithmetic.product(projected(-1, m, 1), s))
+        a, b = (arithmetic.product(projected(sign, m, 0), float(m)) for sign in (1, -1))
+        c, s = powers[m - 1]
+        dx = arithmetic.sum(dx, arithmetic.product(a, c), arithmetic.product(b, s))
+        dy = arithmetic.sum(dy, arithmetic.product(b, c), arithmetic.product(arithmetic.product(a, s), -1.0))
+    return [dx, dy, dz]
+
+
 @functools.cache
 def _make_harmonics(target, degree: int):
     """harmonics(X, Y, Z) -> all degree^2 of them, in column order."""
 
     @target.intrinsic(["f32", "f32", "f32"], ("f32", degree * degree))
     def harmonics(e, x, y, z):
-        arithmetic, columns = _Arithmetic(e), [None] * degree**2
-        powers, legendre = arithmetic.powers(x, y, degree), arithmetic.legendre(z, degree)
-        for (l, m), p in legendre.items():
-            scaled = arithmetic.product(p, normalisation(l, m))
-            for column, power in zip((l * (l + 1) - m, l * (l + 1) + m), reversed(powers[m]), strict=True):
-                if power is not None:
-                    columns[column] = arithmetic.product(scaled, power)
-        return arithmetic.registers(columns)
+        arithmetic = Arithmetic(e)
+        return arithmetic.registers(all_harmonics(arithmetic, x, y, z, degree))
 
     return harmonics
 
@@ -105,46 +137,10 @@ def _make_gradient(target, degree: int):
 
     @target.intrinsic(["f32", "f32", "f32", ("f32", degree * degree)], ("f32", 3))
     def gradient(e, x, y, z, u):
-        arithmetic = _Arithmetic(e)
-        powers, legendre = arithmetic.powers(x, y, degree), arithmetic.legendre(z, degree)
-        dx = dy = dz = None
-
-        def projected(sign: int, m: int, order: int):
-            """A_m (sign 1) or B_m (sign -1), or with order 1 their derivatives by Z."""
-            terms = []
-            for l in range(m + order, degree):
-                p = arithmetic.product(legendre[l, m + order], (-1) ** order * normalisation(l, m))
-                terms.append(arithmetic.product(u[l * (l + 1) + sign * m], p))
-            return arithmetic.sum(*terms)
-
-        for m in range(degree):
-            c, s = powers[m]
-            dz = arithmetic.sum(dz, arithmetic.product(projected(1, m, 1), c))
-            if m == 0:
-                continue
-            dz = arithmetic.sum(dz, arithmetic.product(projected(-1, m, 1), s))
-            a, b = (arithmetic.product(projected(sign, m, 0), float(m)) for sign in (1, -1))
-            c, s = powers[m - 1]
-            dx = arithmetic.sum(dx, arithmetic.product(a, c), arithmetic.product(b, s))
-            dy = arithmetic.sum(dy, arithmetic.product(b, c), arithmetic.product(arithmetic.product(a, s), -1.0))
-        return arithmetic.registers([dx, dy, dz])
+        arithmetic = Arithmetic(e)
+        return arithmetic.registers(gradient_of_direction(arithmetic, x, y, z, u, degree))
 
     return gradient
-
-
-@functools.cache
-def _make_select(target, n_values: int, n_chosen: int):
-    """select(values, first) -> `n_chosen` of the values, from `first`, a multiple of n_chosen, on."""
-
-    @target.intrinsic([("f32", n_values), "u32"], ("f32", n_chosen))
-    def select(e, values, first):
-        chosen = list(values[:n_chosen])
-        for start in range(n_chosen, n_values, n_chosen):
-            here = e.equal(first, start)
-            chosen = [e.select(here, values[start + i], chosen[i]) for i in range(n_chosen)]
-        return chosen
-
-    return select
 
 
 def make_spherical_harmonics(
@@ -168,7 +164,7 @@ def make_spherical_harmonics(
     all_features = target.device(all_features)
 
     def make_features(n_chosen: int):
-        select = _make_select(target, n_values, n_chosen)
+        select = make_select(target, n_values, n_chosen)
 
         def features(at, column):
             return select(all_features(at), column)

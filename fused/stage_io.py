@@ -18,7 +18,7 @@ IO = (
     "y_stride",  # u32
     "density",  # u64  sampling density of each target element
     "density_stride",  # u32
-    "table_gradient",  # u64  float32
+    "table_gradient",  # u64  float32, or fixed point
     "dx",  # u64  float32 [batch, n_input_dims]
     "dx_stride",  # u32
     "scales",  # u64  float32 [2]: factor of given output gradients, factor of results
@@ -26,14 +26,23 @@ IO = (
     "n_slots",  # u32  fragments of each kind in it
     "bad",  # u64  a word that becomes at least `mark` where a gradient is not finite
     "mark",  # u32
+    "first_row",  # u32  row of x[0] in the whole batch
+    "batch_size",  # u32  rows of the whole batch
+    "max_levels",  # u64  float32, the fraction of a grid's levels that each sample uses
+    "max_level_stride",  # u32  bytes a sample; 0: one fraction for all
+    "fine_scale",  # f32  factors of table gradients in fixed point (fixed_point.py)
+    "coarse_scale",  # f32
 )
 IO_TYPES = {
     "parameters": "u64", "table": "u64", "x": "u64", "x_stride": "u32", "batch": "u32", "y": "u64", "y_stride": "u32",
     "density": "u64", "density_stride": "u32", "table_gradient": "u64", "dx": "u64", "dx_stride": "u32",
     "scales": "u64", "saved": "u64", "n_slots": "u32", "bad": "u64", "mark": "u32",
+    "first_row": "u32", "batch_size": "u32", "max_levels": "u64", "max_level_stride": "u32",
+    "fine_scale": "f32", "coarse_scale": "f32",
 }  # fmt: skip
 PARAMETERS, TABLE, X, X_STRIDE, BATCH, Y, Y_STRIDE, DENSITY, DENSITY_STRIDE = range(9)
 TABLE_GRADIENT, DX, DX_STRIDE, SCALES, SAVED, N_SLOTS, BAD, MARK = range(9, 17)
+FIRST_ROW, BATCH_SIZE, MAX_LEVELS, MAX_LEVEL_STRIDE, FINE_SCALE, COARSE_SCALE = range(17, 23)
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,11 @@ class GradientOptions:
     """What a gradient kernel reads and computes beyond its model.
 
     loss             name of the loss, or None where the output gradient is given
-    density_dtype    dtype of the targets' sampling density, or None where there is none
+    density_dtype    dtype of the targets' sampling density, or None where there is none; given gradients are divided
+                     by it too
     table_gradient, input_gradient   which gradients the encoding's backward pass computes
+    fixed_point      whether the table's gradient is summed in fixed point, the same in any order
+    max_level        whether samples use a fraction of a grid's levels
     """
 
     input_dtype: str = "float32"
@@ -52,6 +64,8 @@ class GradientOptions:
     density_dtype: str | None = None
     table_gradient: bool = True
     input_gradient: bool = False
+    fixed_point: bool = False
+    max_level: bool = False
 
     @property
     def encoding_gradient(self) -> bool:
@@ -63,6 +77,7 @@ class InferenceOptions:
     input_dtype: str = "float32"
     aligned_input: bool = True
     output_dtype: str = "float32"
+    max_level: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,7 @@ class KernelBody:
     function: Callable
     own: tuple[tuple[str, str], ...]
     bundle: tuple[tuple[str, str], ...] = ()
+    inline: bool = False  # even where it is so large that LLVM would rather call it
 
     @property
     def parameters(self) -> tuple[tuple[str, str], ...]:

@@ -1,16 +1,20 @@
 """The world a device function runs in. Every factory is `make_x(target, spec, ...)`: it writes plain Python functions
 that capture what they need, and decorates them last, with `target.device(f)` or `target.scalar(f)`.
 
-- `CudaTarget(cc)`: Numba CUDA device functions for one compute capability;
-- `EmulatorTarget(block)`: the same functions on NumPy arrays over the threads of one block (`emulator.py`), for whole
+- `CudaTarget(cc, dtype)`: Numba CUDA device functions for one compute capability;
+- `EmulatorTarget(cc)`: the same functions on NumPy arrays over the threads of one block (`emulator.py`), for whole
   kernels without a GPU;
 - `NjitTarget()`: `numba.njit`, for per-sample functions at C speed on the CPU (their memory is a NumPy array, which
   the caller's sinks read and write);
 - `OutlineTarget()`: nothing but a body's name and parameters.
 
+A target also says in what number format values are stored (`target.format`, see `formats.py`), for the few factories
+that ask; `target.storing(dtype)` is the same target with another format, and a kernel's plan says which it needs.
+
 Nothing else in `fused/` names `cuda.jit` or `njit`.
 
-`device(f)` may call other device functions and intrinsics, and its control flow is the same in all threads.
+`device(f)` may call other device functions and intrinsics, and its control flow is the same in all threads; it may
+depend on a value from memory through `target.uniform(value)`, which says that all threads of the block have the same.
 `scalar(f)` works on single float32 or uint32 values, with Python's `math`; only here may a branch depend on data. It
 may call scalar functions made with `scalar_part(f)`, and casts with NumPy's types; device functions cast with the
 target's.
@@ -18,6 +22,7 @@ target's.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -25,12 +30,17 @@ from types import SimpleNamespace
 import numpy as np
 
 from . import emulator
+from .formats import number_format
 
 
 @functools.cache
-def cuda_target(cc: int) -> CudaTarget:
+def _cuda_target(cc: int, dtype: str) -> CudaTarget:
+    return CudaTarget(cc, dtype)
+
+
+def cuda_target(cc: int, dtype: str = "float16") -> CudaTarget:
     """The target for compute capability `cc`; one object each, since intrinsics are memoised by target."""
-    return CudaTarget(cc)
+    return _cuda_target(cc, dtype)
 
 
 class CudaTarget:
@@ -39,14 +49,22 @@ class CudaTarget:
     name = "cuda"
     u32, f32, u64 = np.uint32, np.float32, np.uint64
 
-    def __init__(self, cc: int):
+    def __init__(self, cc: int, dtype: str = "float16"):
         from . import loop_hints, numba_bridge, ptx
 
-        self.cc = cc
+        self.cc, self.format = cc, number_format(dtype)
         self.memory_spaces = numba_bridge.cuda  # `memory_spaces.local.array(n, dtype)` inside a device function
         self.map_fragment = ptx.map_fragment
+
+        def uniform(value):
+            return value
+
+        self.uniform = self.device(uniform)
         self.unroll_full = loop_hints.unroll_full
         self.unroll_by_2 = loop_hints.unroll_by_2
+
+    def storing(self, dtype: str) -> CudaTarget:
+        return cuda_target(self.cc, dtype)
 
     def device(self, function: Callable) -> Callable:
         from .numba_bridge import cuda
@@ -83,6 +101,18 @@ class CudaTarget:
 
         return self.device(base)
 
+    def static_shared_base(self, n_bytes: int) -> Callable:
+        """A device function that gives the address of `n_bytes` of shared memory of its own, a multiple of 16."""
+        from . import ptx
+        from .numba_bridge import cuda
+
+        address_of_shared, element, n_words = ptx.address_of_shared, np.uint32, -(-n_bytes // 4)
+
+        def base():
+            return address_of_shared(cuda.shared.array(n_words, dtype=element, alignment=16))
+
+        return self.device(base)
+
 
 class EmulatorTarget:
     """NumPy over the threads of one emulated block. The block is set before a kernel body is run."""
@@ -90,9 +120,25 @@ class EmulatorTarget:
     name = "emulator"
 
     def __init__(self, cc: int = 90):
-        self.cc = cc
-        self.block: emulator.Block | None = None
+        self.cc, self.format = cc, number_format("float16")
+        self._running = SimpleNamespace(block=None)
+        self._variants = {"float16": self}
         self.memory_spaces = SimpleNamespace(local=SimpleNamespace(array=lambda n, dtype: [None] * n))
+
+    @property
+    def block(self) -> emulator.Block | None:
+        """The block that is run now, the same for all formats."""
+        return self._running.block
+
+    @block.setter
+    def block(self, block: emulator.Block) -> None:
+        self._running.block = block
+
+    def storing(self, dtype: str) -> EmulatorTarget:
+        if dtype not in self._variants:
+            twin = self._variants[dtype] = copy.copy(self)
+            twin.format = number_format(dtype)
+        return self._variants[dtype]
 
     @functools.cached_property
     def _cpu(self) -> NjitTarget:
@@ -119,6 +165,13 @@ class EmulatorTarget:
         if isinstance(outcomes[0], tuple):
             return tuple(tuple(column) for column in zip(*outcomes, strict=True))
         return tuple(outcomes)
+
+    @staticmethod
+    def uniform(value):
+        values = np.unique(value)
+        if values.size != 1:
+            raise AssertionError(f"threads of a block go different ways: {values[:4]}")
+        return values[0]
 
     @staticmethod
     def unroll_full():
@@ -167,6 +220,9 @@ class EmulatorTarget:
     def dynamic_shared_base(self) -> Callable:
         return lambda: np.uint32(0)
 
+    def static_shared_base(self, n_bytes: int) -> Callable:
+        return lambda: np.uint32(0)
+
 
 class OutlineTarget(EmulatorTarget):
     """For bodies that are never run: what a kernel is called and which parameters it has. Compiles nothing."""
@@ -188,7 +244,7 @@ class NjitTarget:
     def __init__(self):
         import numba
 
-        self._njit = numba.njit(error_model="numpy")
+        self._njit, self.format = numba.njit(error_model="numpy"), number_format("float16")
         self.memory_spaces = SimpleNamespace()
 
         def unroll_full():

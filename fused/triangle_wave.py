@@ -15,7 +15,7 @@ import numpy as np
 from ..specs import TriangleWaveSpec
 from .encoding_parts import EncodingParts, power_of_two_in
 from .frequency import make_count, make_octave, make_phases
-from .per_dimension import make_per_dimension
+from .per_dimension import PerDimension, make_per_dimension
 
 np_f32, np_u32 = np.float32, np.uint32
 
@@ -24,6 +24,12 @@ def make_triangle_wave(
     target, spec: TriangleWaveSpec, memory, *, table_gradient: bool, input_gradient: bool
 ) -> EncodingParts:
     """The parts of triangle waves; they have no table."""
+    functions = triangle_wave_functions(target, spec, memory)
+    return make_per_dimension(target, memory, functions, input_gradient=input_gradient)
+
+
+def triangle_wave_functions(target, spec: TriangleWaveSpec, memory) -> PerDimension:
+    """Waves and their slopes; between the kinks they are straight."""
     map_values, octave = target.map_fragment, make_octave(target, spec.n_frequencies)
 
     def fraction(phase, k):
@@ -50,9 +56,9 @@ def make_triangle_wave(
 
         return target.device(waves)
 
-    return make_per_dimension(
-        target, memory, n_dims=spec.n_input_dims, per_dim=spec.n_frequencies, chunk=power_of_two_in(spec.n_frequencies),
+    return PerDimension(
+        spec.n_input_dims, spec.n_frequencies, power_of_two_in(spec.n_frequencies),
         make_values=functools.partial(make_waves, target.scalar(value)),
         make_slopes=functools.partial(make_waves, target.scalar(slope)),
-        input_gradient=input_gradient,
+        make_curvatures=None,
     )  # fmt: skip

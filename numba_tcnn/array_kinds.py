@@ -183,7 +183,7 @@ class NumbaArrays:
 
     @staticmethod
     def to_host(x: Any) -> np.ndarray:
-        return x.copy_to_host()
+        return copy_from_device(x) if runs_backwards(x) else x.copy_to_host()
 
     @staticmethod
     def write(x: Any, values: np.ndarray) -> Any:
@@ -218,7 +218,9 @@ class CudaArrays:
 
     @staticmethod
     def to_host(x: Any) -> np.ndarray:
-        return x.numpy() if is_fused(x) else CudaArrays.numba_array(x).copy_to_host()
+        if is_fused(x):
+            return x.numpy()
+        return copy_from_device(x) if runs_backwards(x) else CudaArrays.numba_array(x).copy_to_host()
 
     @staticmethod
     def write(x: Any, values: np.ndarray) -> Any:
@@ -279,6 +281,18 @@ class JaxArrays:
 def device_array(values: np.ndarray, device: int = 0) -> Any:
     """Device memory with a copy of `values`, owned by the fused engine, as an object with the CUDA array interface."""
     return importlib.import_module("numba_tcnn.fused").to_device(values, device)
+
+
+def runs_backwards(x: Any) -> bool:
+    """Whether a stride is negative, which Numba can't copy."""
+    return min(x.__cuda_array_interface__.get("strides") or (), default=0) < 0
+
+
+def copy_from_device(x: Any) -> np.ndarray:
+    """A host copy of what has the CUDA array interface, with any strides."""
+    description = describe_interface(x, None)
+    copy = importlib.import_module("numba_tcnn.fused").strided_to_host
+    return copy(description.pointer, description.shape, description.strides, description.dtype, description.stream)
 
 
 def is_fused(x: Any) -> bool:

@@ -50,13 +50,20 @@ class ArrayView:
         """Copy host values of the same shape into the array, converting to its dtype."""
         KINDS[self.kind].write(self.array, np.asarray(values, self.dtype))
 
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row of a matrix to the next."""
+        if self.strides is not None:
+            return self.strides[0]
+        return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+
     def rows(self, first: int, last: int) -> ArrayView:
-        """Rows first ... last - 1 of a C-contiguous array, without a copy."""
-        step = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        """Rows first ... last - 1, without a copy."""
         shape = (last - first, *self.shape[1:])
         if self.kind == "cuda":  # such an object need not know slicing
-            part = DeviceRows(self.array, self.pointer + first * step, shape, self.dtype, self.stream)
-            return replace(self, array=part, shape=shape, pointer=part.pointer)
+            pointer = self.pointer + first * self.row_stride
+            part = DeviceRows(self.array, pointer, shape, self.dtype, self.strides, self.stream)
+            return replace(self, array=part, shape=shape, pointer=pointer)
         return view(self.array[first:last])
 
     def take(self, indices: np.ndarray) -> ArrayView:
@@ -80,6 +87,7 @@ class DeviceRows:
     pointer: int
     shape: tuple[int, ...]
     dtype: np.dtype
+    strides: tuple[int, ...] | None
     stream: int | None
 
     @property
@@ -88,7 +96,7 @@ class DeviceRows:
             "shape": self.shape,
             "typestr": self.dtype.str,
             "data": (self.pointer, False),
-            "strides": None,
+            "strides": self.strides,
             "stream": self.stream,
             "version": 3,
         }
@@ -110,7 +118,9 @@ def view(x: Any, name: str = "the array") -> ArrayView:
 
 
 def batch(x: Any, name: str, n_columns: int, *, exact: frozenset[np.dtype] = HALF_AND_SINGLE) -> ArrayView:
-    """`x` as a C-contiguous [batch, n_columns] array of one of the dtypes `exact`; others become float32.
+    """`x` as a [batch, n_columns] array of one of the dtypes `exact`; others become float32.
+
+    It is C-contiguous, or on a device and has C-contiguous rows anywhere: columns of a wider array, every other row.
 
     Raises TypeError for anything but real numbers and ValueError for a wrong shape, each naming what was given.
     """
@@ -122,10 +132,20 @@ def batch(x: Any, name: str, n_columns: int, *, exact: frozenset[np.dtype] = HAL
     if seen.dtype.kind not in REAL_KINDS:
         raise TypeError(f"{name} has dtype {seen.dtype}; give real numbers, for example float32")
     check_shape(seen.shape, name, n_columns)
-    if seen.strides is None and seen.dtype in exact:
+    if seen.dtype in exact and (seen.strides is None or has_readable_rows(seen)):
         return seen
     native = seen.dtype.newbyteorder("=")
     return view(KINDS[seen.kind].convert(seen.array, native.name if native in exact else "float32"), name)
+
+
+MAX_ROW_STRIDE = 2**31
+
+
+def has_readable_rows(v: ArrayView) -> bool:
+    """Whether kernels can read a strided matrix: on a device, elements of a row side by side, rows not backwards."""
+    size, (row, column) = v.dtype.itemsize, v.strides
+    side_by_side = column == size or v.shape[1] == 1
+    return v.on_device and side_by_side and 0 <= row < MAX_ROW_STRIDE and row % size == 0 and v.pointer % size == 0
 
 
 def check_shape(shape: tuple[int, ...], name: str, n_columns: int) -> None:

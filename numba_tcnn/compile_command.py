@@ -86,8 +86,8 @@ def kernels_of_config(job: CompileJob) -> list[offline.Job]:
     optimizer = parse_optimizer(parts.optimizer, n_params=n_params(spec))
     try:
         refusals.refuse_model(spec, dtype=job.dtype)
-        refusals.refuse_training(optimizer, loss)
-        jobs = offline.first_calls(spec, optimizer, loss)
+        refusals.refuse_training(loss)
+        jobs = offline.first_calls(spec, optimizer, loss, job.dtype)
         offline.check_plans(jobs, job.arch)
     except EngineUnavailable as error:
         raise CommandError(f"{job.config}: {error}") from error

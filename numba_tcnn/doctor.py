@@ -71,6 +71,9 @@ def print_device(status: Any, device: int) -> None:
     else:
         print(f"device {device}: none")
     print(f"fused engine: {'usable' if status.usable else f'not usable: {status.reason}'}")
+    if status.usable:
+        dtypes = importlib.import_module("numba_tcnn.fused").dtypes_of(status.compute_capability)
+        print(f"fused kernels compute in: {', '.join(dtypes)}")
 
 
 def dotted(version: tuple[int, ...] | None) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 
 from .arrays import ArrayView, empty_like, host_view
 from .config import ConfigError
-from .engines import EngineUnavailable, Explanation, LossHandle, Runtime
+from .engines import EngineUnavailable, Explanation, LossHandle, RecordedCall, Runtime
 from .specs import LossSpec, ModelSpec, OptimizerSpec
 
 ENGINES = ("auto", "fused", "reference")
@@ -184,7 +184,7 @@ class SelectedEngine:
     ) -> None:
         def operation(runtime: Runtime) -> None:
             if runtime.name == "fused":
-                runtime.inference(x, out, stream=stream)
+                runtime.inference(x, out, training_params=training_params, stream=stream)
             else:
                 y = _host_output(out)
                 runtime.inference(x.on_host(), y, training_params=training_params)
@@ -244,6 +244,37 @@ class SelectedEngine:
         for name, out in outputs.items():
             _write_back(out, on_host[name])
 
+    def device_function(self, block_size: int) -> Callable:
+        return self._runtime_of_kernels().device_function(block_size)
+
+    def device_params(self) -> Any:
+        """An argument of the user's kernels that asks for the parameters' address at each launch, wherever they are."""
+        self._runtime_of_kernels()
+
+        def address_for(stream: int) -> int:
+            with self._one_at_a_time:
+                return self._runtime_of_kernels().device_params_address(stream)
+
+        def launched() -> None:
+            with self._one_at_a_time:
+                if self.jit_fusion:
+                    self.runtime.device_params_used()
+
+        return importlib.import_module("numba_tcnn.fused.device_function").DeviceParams(
+            self.spec, address_for, launched
+        )
+
+    def _runtime_of_kernels(self) -> Any:
+        """The fused runtime; the reference has nothing that a kernel could call."""
+        if not self.jit_fusion:
+            raise EngineUnavailable(
+                f"a model inside a kernel needs the fused engine, and the NumPy reference computes this one: "
+                f"{self.reason}"
+            )
+        if self.max_level is not None:
+            raise EngineUnavailable("a model inside a kernel uses all levels of its grids; set max_level to None")
+        return self.runtime
+
     def configure_training(self, optimizer: OptimizerSpec, loss: LossSpec) -> None:
         self.run(lambda runtime: runtime.configure_training(optimizer, loss))
         self.training = (optimizer, loss)
@@ -272,6 +303,38 @@ class SelectedEngine:
             if run_optimizer:
                 self.parameters_version += 1
         return loss
+
+    def record_step(self, x: ArrayView, y: ArrayView) -> tuple[LossHandle, RecordedCall | None]:
+        """`training_step`, and what repeats it if something can."""
+
+        def operation(runtime: Runtime) -> tuple[LossHandle, RecordedCall | None]:
+            if runtime.name == "fused":
+                return runtime.record_step(x, y)
+            return runtime.training_step(x.on_host(), y.on_host()), None
+
+        self._check_device(x, y)
+        with self._one_at_a_time:
+            result = self.run(operation)
+            self.parameters_version += 1
+        return result
+
+    def record_inference(self, x: ArrayView, out: ArrayView) -> RecordedCall | None:
+        """`inference`, and what repeats it if something can."""
+        with self._one_at_a_time:
+            if self.runtime.name != "fused":
+                self.inference(x, out)
+                return None
+            self._check_device(x, out)
+            return self.run(lambda runtime: runtime.record_inference(x, out))
+
+    def repeat(self, call: RecordedCall, *, is_step: bool) -> tuple[bool, Any]:
+        """(whether a recorded call still holds and has been made again, its result)."""
+        with self._one_at_a_time:
+            if not call.holds_for(self.runtime):
+                return False, None
+            result = call()
+            self.parameters_version += is_step
+        return True, result
 
     def _check_device(self, *arrays: ArrayView | None) -> None:
         if not self.jit_fusion:

@@ -70,6 +70,16 @@ class LossHandle(Protocol):
     def value(self) -> float: ...
 
 
+class RecordedCall(Protocol):
+    """A call between two arrays that a fused runtime can make again at little host cost."""
+
+    def holds_for(self, runtime: object) -> bool:
+        """Whether it can still be made, by this runtime."""
+
+    def __call__(self) -> Any:
+        """Make it again; what the call gives."""
+
+
 class Runtime(Protocol):
     """One model on one engine. Batches are [batch, n]; batch 0 never reaches a runtime."""
 
@@ -98,7 +108,7 @@ class Runtime(Protocol):
         """Write y [batch, n_output_dims] into `out` (float32 or float16).
 
         With `training_params` y is that of the trained parameters, as gradients are, whatever the optimizer keeps for
-        inference. An engine whose optimizers keep nothing doesn't know the argument and is never given it: "fused".
+        inference.
         """
 
     def backward(

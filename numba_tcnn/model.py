@@ -146,6 +146,13 @@ class Model(NotPickled):
     def explain(self) -> Explanation:
         return self.network.explain()
 
+    def device_function(self, block_size: int = 256) -> Callable:
+        return self.network.device_function(block_size)
+
+    @property
+    def device_params(self) -> Any:
+        return self.network.device_params
+
 
 def create_from_config(
     n_input_dims: int,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from .engine_selection import EngineOptions, SelectedEngine
 from .engines import Explanation
 from .initial_values import initial_params
 from .layout import n_encoding_params, n_params, parameter_blocks
+from .repeated_calls import RepeatedCalls, never_moves
 from .specs import ModelSpec
 
 
@@ -78,6 +79,7 @@ class Module(NotPickled):
         self.options = options
         self.engine = SelectedEngine(spec, initial_params(spec, options.seed, seeding=seeding), options)
         self._parameter_gradient: ArrayView | None = None
+        self._repeated = RepeatedCalls()
         self._exact_dtypes = HALF_TO_DOUBLE if options.dtype == "float64" else HALF_AND_SINGLE
 
     @classmethod
@@ -139,6 +141,51 @@ class Module(NotPickled):
     def explain(self) -> Explanation:
         """Which engine runs and why, and what its loaded kernels need; print it."""
         return self.engine.explain()
+
+    # -- inside a kernel of one's own
+
+    def device_function(self, block_size: int = 256) -> Callable:
+        """The model as a Numba device function f(x, params) -> y, to be called inside your own `@cuda.jit` kernel.
+
+        x           a tuple of n_input_dims float32, this lane's sample
+        params      `device_params`, passed to the kernel as an argument
+        y           a tuple of n_output_dims float32: what `inference` gives
+        block_size  the most threads a block of the kernel will have, a multiple of 32
+
+            f = model.device_function(block_size=256)
+
+            @cuda.jit(launch_bounds=256)
+            def kernel(points, params, out):
+                i = cuda.grid(1)
+                j = min(i, len(points) - 1)  # lanes past the end come along
+                y = f((points[j, 0], points[j, 1]), params)
+                if i < len(points):
+                    out[i] = y[0]
+
+            kernel[-(-n // 256), 256](points, model.device_params, out)
+
+        All 32 lanes of a warp must call it together, as often as the one that needs it most often: no lane may have
+        returned or sit in another branch (`cuda.any_sync(0xffffffff, ...)` decides loops for the whole warp). A lane
+        without a sample passes anything and ignores the result. Warps need not wait for each other.
+
+        It takes block_size rows of static shared memory (`2 * encoding width + 16` bytes each, at least 80), of which
+        a kernel has 48 KiB, and none of its dynamic shared memory. A kernel may call several models' functions. Models
+        of one configuration can share one: which parameters it uses is said by `params`. `launch_bounds` lets the
+        compiler give a thread as many registers as such a block can have. Leave Numba's `cache=True` away: it does not
+        notice another block_size.
+
+        Raises `EngineUnavailable` where the reference computes the model, or no device function exists for it.
+        """
+        return self.engine.device_function(block_size)
+
+    @property
+    def device_params(self) -> Any:
+        """The parameters as an argument of kernels that call `device_function`: pass it again at every launch.
+
+        Nothing is copied. A kernel sees the parameters of inference as they are at its launch, after all training steps
+        that were called before it, on whatever stream; a training step waits for kernels launched before it.
+        """
+        return self.engine.device_params()
 
     # -- levels of detail
 
@@ -230,6 +277,11 @@ class Module(NotPickled):
         dtype   of the result without `out`: float32 or float16 (float64 from a model that computes in it)
         stream  CUDA stream handle to launch on; by default the one on which x becomes ready
         """
+        can_repeat = stream is None and never_moves(x, out)
+        if can_repeat:
+            call = self._repeated.find(x, out)
+            if call is not None and self.engine.repeat(call, is_step=False)[0]:
+                return out
         inputs = self._inputs(x)
         shape = (inputs.shape[0], self.n_output_dims)
         if out is None:
@@ -238,6 +290,9 @@ class Module(NotPickled):
             output = self.engine.empty_like(inputs, shape, dtype)
         else:
             output = self._output(out, shape)
+        if can_repeat and inputs.shape[0] > 0 and inputs.array is x:
+            self._repeated.keep(x, out, self.engine.record_inference(inputs, output))
+            return out
         stream = stream if stream is not None else inputs.stream
         if inputs.shape[0] > 0:
             self.engine.inference(inputs, output, stream=stream)

@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import HALF_TO_DOUBLE, batch, view
 from .config import parse_loss, parse_optimizer
-from .config_optimizers import check_size
+from .config_optimizers import LARGEST_RATE, check_size
 from .engine_selection import SelectedEngine
 from .specs import LossSpec, OptimizerSpec
 
@@ -156,7 +156,11 @@ def create_optimizer(config: Mapping[str, Any] | str) -> Optimizer:
 
 
 def checked_learning_rate(value: Any) -> float:
-    return non_negative(value, "learning_rate")
+    """A learning rate as a config may give it, too: float32 holds it, and its product with a step."""
+    rate = non_negative(value, "learning_rate")
+    if rate > LARGEST_RATE:
+        raise ValueError(f"learning_rate: {value!r} must be at most {LARGEST_RATE:g}")
+    return rate
 
 
 def non_negative(value: Any, name: str) -> float:

@@ -152,6 +152,6 @@ def draw(comparison: Comparison) -> Figure:
     axes.set_title(comparison.title, fontsize="medium", loc="left")
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", fontsize="small")
+    if axes.get_legend_handles_labels()[0]:  # below, since there is no corner that a bar can't reach
+        figure.legend(loc="outside lower right", ncols=2, fontsize="small")
     return figure

@@ -17,6 +17,7 @@ from .initial_values import initial_params
 from .modules import Module, NotPickled
 from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, create_optimizer, non_negative
 from .perturbation import LogisticNoise
+from .repeated_calls import RepeatedCalls, never_moves
 
 
 @total_ordering
@@ -87,6 +88,7 @@ class Trainer(NotPickled):
         check_loss(self.loss.spec, network.n_output_dims)
         self.perturbation_sigma = non_negative(perturbation_sigma, "perturbation_sigma")
         self._noise = LogisticNoise(network.spec, seed, self.perturbation_sigma) if self.perturbation_sigma else None
+        self._repeated = RepeatedCalls()
         check_size(self.optimizer.spec, network.n_params, "optimizer")
         if not keep_parameters:
             network.engine.set_params(initial_params(network.spec, seed, seeding="trainer"))
@@ -112,6 +114,14 @@ class Trainer(NotPickled):
         A batch of 0 samples changes nothing and has loss 0.
         """
         network = self.network
+        is_plain = data_pdf is None and external_gradient is None and run_optimizer and stream is None
+        can_repeat = is_plain and self._noise is None and never_moves(x, y)
+        if can_repeat:
+            call = self._repeated.find(x, y)
+            if call is not None:
+                done, handle = network.engine.repeat(call, is_step=True)
+                if done:
+                    return LossValue(handle)
         inputs = network._inputs(x)
 
         def matching(array: Any, name: str) -> ArrayView | None:
@@ -125,6 +135,10 @@ class Trainer(NotPickled):
         targets = matching(y, "y")
         if targets is None and external_gradient is None:
             raise TypeError("y may be None only where external_gradient is given")
+        if can_repeat and inputs.shape[0] > 0 and inputs.array is x and targets.array is y:
+            handle, call = network.engine.record_step(inputs, targets)
+            self._repeated.keep(x, y, call)
+            return LossValue(handle)
         density, gradient = matching(data_pdf, "data_pdf"), matching(external_gradient, "external_gradient")
         return self._step(inputs, targets, density, gradient, run_optimizer, stream)
 

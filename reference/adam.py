@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import AdamSpec
 
-from .optimizer_contract import Leaf, ParameterSizes, decayed, unscaled
+from .optimizer_contract import Leaf, decayed, unscaled
 
 BLOCK = 1 << 15
 """Parameters are updated in blocks of this many: gradient, moments and counters of a block stay in the L2 cache."""

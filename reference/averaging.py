@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import AverageSpec, EmaSpec, LookaheadSpec
 
-from .optimizer_contract import Optimizer, ParameterSizes, Wrapper, blend
+from .optimizer_contract import Optimizer, Wrapper, blend
 
 
 class AveragingWrapper(Wrapper):

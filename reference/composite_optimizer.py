@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from numba_tcnn.learning_rates import FactorOfRates
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import CompositeOptimizerSpec
 
-from .optimizer_contract import Optimizer, ParameterSizes
+from .optimizer_contract import Optimizer
 
 
-class CompositeOptimizer(Optimizer):
+class CompositeOptimizer(FactorOfRates, Optimizer):
     """Consecutive slices of `n_params_to_optimize` parameters, which together are all of them, one optimizer each.
 
     A slice may end anywhere. Whoever gets part of a matrix sees it as `ParameterSizes.part` tells: as the end of a
@@ -30,24 +32,9 @@ class CompositeOptimizer(Optimizer):
         self.spec = spec
         self.nested = list(nested)
         self.slices = slices_of(spec, sizes)
-        self.base_learning_rates = [child.learning_rate for child in self.nested]
-        self.factor = 1.0
+        self.start_rate()
         self.n_combined = 0  # steps since the parameters were last set from outside
         self.combined = np.zeros(sizes.n_params if self.keeps_params else 0, np.float32)
-
-    @property
-    def learning_rate(self) -> float:
-        return self.factor
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self.factor = float(value)
-        for child, base in zip(self.nested, self.base_learning_rates, strict=True):
-            child.learning_rate = base * self.factor
-
-    @property
-    def current_step(self) -> int:
-        return self.nested[0].current_step
 
     def step(self, params: np.ndarray, gradients: np.ndarray | None, loss_scale: float = 1.0) -> None:
         for child, where in zip(self.nested, self.slices, strict=True):

@@ -97,6 +97,8 @@ class Model:
         evaluate = loss_function(loss, self.spec.n_output_dims)
         y = self.precision.array(y)
         data_pdf = None if data_pdf is None else self.precision.array(data_pdf)
+        # ConstantGradient's may have any magnitude, as a given dL/dy
+        scale = self.precision.gradient_scale(self.precision.array(loss.gradient)) if loss.gradient else 1.0
         total = 0.0
 
         def dL_dy(rows: slice, prediction: np.ndarray) -> np.ndarray:
@@ -104,10 +106,10 @@ class Model:
             pdf = 1.0 if data_pdf is None else data_pdf[rows]
             values, gradients = evaluate(prediction, y[rows], pdf)
             total += float(values.sum(dtype=np.float64))
-            return gradients
+            return gradients * gradients.dtype.type(scale)
 
         normalisation = mean_factor(loss, y.size)
-        gradients = self._gradients(x, dL_dy, normalisation, params=True, input=input, out=out)
+        gradients = self._gradients(x, dL_dy, normalisation / scale, params=True, input=input, out=out)
         return total * normalisation, gradients
 
     def backward(

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import NovogradSpec
 
-from .optimizer_contract import Leaf, ParameterSizes, decayed, unscaled
+from .optimizer_contract import Leaf, decayed, unscaled
 
 
 class Novograd(Leaf):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import (
     AdamSpec,
     AverageSpec,
@@ -27,7 +28,7 @@ from .adam import Adam
 from .averaging import Average, Ema, Lookahead
 from .composite_optimizer import CompositeOptimizer, slices_of
 from .novograd import Novograd
-from .optimizer_contract import Leaf, Optimizer, ParameterSizes, Wrapper
+from .optimizer_contract import Leaf, Optimizer, Wrapper
 from .scheduling import Batched, ExponentialDecay
 from .sgd import Sgd
 from .shampoo import Shampoo

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from numba_tcnn.learning_rates import DecayingRate
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import BatchedSpec, ExponentialDecaySpec
 
-from .optimizer_contract import Optimizer, ParameterSizes, Wrapper, unscaled
+from .optimizer_contract import Optimizer, Wrapper, unscaled
 
 
-class ExponentialDecay(Wrapper):
+class ExponentialDecay(DecayingRate, Wrapper):
     """Multiplies the nested learning rate by `decay_base` every `decay_interval` steps. Before each step, with t the
     steps that the nested optimizer has counted until then:
 
@@ -21,31 +23,12 @@ class ExponentialDecay(Wrapper):
     the learning rate means the rate as it is now: base becomes value / φ (if φ is 0, it starts again from 1).
     """
 
-    state_numbers = {"base_learning_rate": "base_learning_rate", "learning_rate_factor": "factor"}
-
     def __init__(self, spec: ExponentialDecaySpec, nested: Optimizer, sizes: ParameterSizes):
         super().__init__(spec, nested, sizes)
-        self.base_learning_rate = float(nested.learning_rate)
-        self.factor = 1.0
-
-    @property
-    def learning_rate(self) -> float:
-        return self.base_learning_rate * self.factor
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        if self.factor == 0:
-            self.factor = 1.0
-        self.base_learning_rate = float(value) / self.factor
-        self.nested.learning_rate = float(value)
+        self.start_rate()
 
     def step(self, params: np.ndarray, gradients: np.ndarray | None, loss_scale: float = 1.0) -> None:
-        spec, t = self.spec, self.nested.current_step
-        if t == 0:
-            self.factor = 1.0
-        if spec.decay_start <= t <= spec.decay_end and (t - spec.decay_start) % spec.decay_interval == 0:
-            self.factor *= spec.decay_base
-        self.nested.learning_rate = self.learning_rate
+        self.decay()
         self.nested.step(params, gradients, loss_scale)
 
 

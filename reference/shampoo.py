@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import ShampooSpec
 
 from .matrix_roots import inverse_fourth_roots
-from .optimizer_contract import Leaf, ParameterSizes, blend, decayed, unscaled
+from .optimizer_contract import Leaf, blend, decayed, unscaled
 
 STEPS_BETWEEN_ROOTS = 10
 STEPS_BETWEEN_LATE_ROOTS = 200

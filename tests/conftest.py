@@ -12,6 +12,8 @@ from emulated_driver import EmulatedDriver, installed
 import numba_tcnn.fused
 import numba_tcnn.reference
 
+EMULATES = {"emulation", "emulated_driver", "device_optimizer"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden-table", action="store_true", help="print the worst error of every case of tests/golden")
@@ -30,7 +32,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where fused kernels can't run, with the device's own reason."""
+    """Mark tests that use the emulator; skip those marked `gpu` where there is no device, with its own reason."""
+    for item in items:
+        if EMULATES & {getattr(value, "__module__", None) for value in vars(item.module).values()}:
+            item.add_marker("emulated")
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return

@@ -39,6 +39,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
     CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_FOUND = 500
     CUDA_ERROR_LAUNCH_FAILED = 719
     CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803
@@ -53,6 +54,11 @@ class CUdevice_attribute(IntEnum):
 
 class CUevent_flags(IntEnum):
     CU_EVENT_DISABLE_TIMING = 2
+
+
+class CUpointer_attribute(IntEnum):
+    CU_POINTER_ATTRIBUTE_IS_MANAGED = 8
+    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
 
 
 class CUfunction_attribute(IntEnum):
@@ -93,9 +99,16 @@ class DeviceMemory(GlobalMemory):
 
 
 @dataclass
-class Event:
+class Record:
+    """Where a stream stood when an event was recorded there."""
+
     stream: int = 0
     done: bool = True
+
+
+@dataclass
+class Event:
+    last: Record = field(default_factory=Record)
 
 
 @dataclass
@@ -141,6 +154,7 @@ class EmulatedDriver:
     CUresult = CUresult
     CUdevice_attribute = CUdevice_attribute
     CUevent_flags = CUevent_flags
+    CUpointer_attribute = CUpointer_attribute
     CUfunction_attribute = CUfunction_attribute
 
     def __init__(self, capability: tuple[int, int] = (9, 0), version: int = 13000, n_multiprocessors: int = 2):
@@ -150,11 +164,17 @@ class EmulatedDriver:
         self.failing: dict[str, CUresult] = {}  # status that a call gives instead of working
         self.launches: list[tuple[str, int, int]] = []  # (kernel, blocks, stream)
         self._queues: dict[int, deque[Callable[[], None]]] = {}
+        self._destroyed: set[int] = set()
+        self.n_devices = 1
+        self.shuffle: np.random.Generator | None = None  # the order of a launch's blocks
+        self.device_of: Callable[[int], int] = lambda address: 0  # which device holds an address
         self._current = threading.local()
         self._target = emulator_target(10 * capability[0] + capability[1])
 
     # ------------------------------------------------------------------------------------- streams
     def _queue(self, stream: int, work: Callable[[], None]) -> tuple:
+        if int(stream) in self._destroyed:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         self._queues.setdefault(int(stream), deque()).append(work)
         return (SUCCESS,)
 
@@ -175,6 +195,8 @@ class EmulatedDriver:
     def cuStreamSynchronize(self, stream):
         if status := self._status("cuStreamSynchronize"):
             return (status,)
+        if int(stream) in self._destroyed:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         self._run(stream)
         return (SUCCESS,)
 
@@ -183,15 +205,22 @@ class EmulatedDriver:
         return (self._status("cuEventCreate"), Event())
 
     def cuEventRecord(self, event, stream):
-        event.stream, event.done = int(stream), False
+        record = Record(int(stream), False)
+        event.last = record
 
         def finish() -> None:
-            event.done = True
+            record.done = True
 
         return self._queue(stream, finish)
 
     def cuStreamWaitEvent(self, stream, event, flags):
-        return self._queue(stream, lambda: self._run(event.stream, until=lambda: event.done))
+        record = event.last  # a later record is of no concern
+        return self._queue(stream, lambda: self._run(record.stream, until=lambda: record.done))
+
+    def cuStreamDestroy(self, stream):
+        """Its work goes on, but nobody may name it any more."""
+        self._destroyed.add(int(stream))
+        return (SUCCESS,)
 
     def cuEventDestroy(self, event):
         return (SUCCESS,)
@@ -210,7 +239,7 @@ class EmulatedDriver:
         return (SUCCESS, self.version)
 
     def cuDeviceGetCount(self):
-        return (SUCCESS, 1)
+        return (SUCCESS, self.n_devices)
 
     def cuDeviceGet(self, index):
         return (SUCCESS, index)
@@ -242,7 +271,17 @@ class EmulatedDriver:
         self._current.context = context
         return (SUCCESS,)
 
+    def cuCtxGetDevice(self):
+        if status := self._status("cuCtxGetDevice"):
+            return (status, None)
+        return (SUCCESS, int(self._current.context.removeprefix("context ")))
+
     # --------------------------------------------------------------------------------------- memory
+    def cuPointerGetAttribute(self, attribute, pointer):
+        if attribute == CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED:
+            return (SUCCESS, False)
+        return (SUCCESS, self.device_of(pointer))
+
     def cuMemAlloc(self, n_bytes):
         if status := self._status("cuMemAlloc"):
             return (status, None)
@@ -319,7 +358,7 @@ class EmulatedDriver:
         def work() -> None:
             run_kernel(
                 self._target, self.memory, body, values, threads=block_x, shared_bytes=max(shared_bytes, 16),
-                n_blocks=grid_x, n_rows=grid_y,
+                n_blocks=grid_x, n_rows=grid_y, shuffle=self.shuffle,
             )  # fmt: skip
 
         return self._queue(stream, work)

@@ -210,6 +210,8 @@ def memory_of(x: Any) -> np.ndarray:
     interface = x.__cuda_array_interface__
     shape, strides, dtype = interface["shape"], interface["strides"], np.dtype(interface["typestr"])
     n_bytes = dtype.itemsize * int(np.prod(shape))
+    if strides is not None and 0 not in shape:
+        n_bytes = dtype.itemsize + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     buffer = (ctypes.c_char * n_bytes).from_address(interface["data"][0])
     return np.ndarray(shape, dtype, buffer, strides=strides)
 

@@ -9,8 +9,8 @@ whose gradient differs must have units whose z, computed in float64 from the rou
 
 and the reference's gradient with some of exactly these gates flipped must agree with the observed one. The terms are:
 two float32 sums of n products, each addition off by at most 2^-23 of sum |w_i h_i| (tensor cores truncate; NumPy
-rounds, which is half of that); inputs that the two implementations round to neighbouring float16 numbers; and the
-smallest float16, below which a stored h = max(z, 0) vanishes.
+rounds, which is half of that); inputs that the two implementations round to neighbouring numbers of the storage format;
+and the smallest float16, below which a stored h = max(z, 0) vanishes. `PRECISIONS` has these numbers for each format.
 
 What is compared in the end is everything: flipped samples count against the reference with the same gates flipped.
 """
@@ -28,19 +28,42 @@ from numba_tcnn.reference.encodings import encode_padded
 from numba_tcnn.reference.mlp import Trace
 from numba_tcnn.reference.model import Gradients, Model
 
-SUSPICIOUS = 5e-4
-"""Relative difference of one sample's gradient above which flipped gates are tried: half of a float16's precision.
-Below it, a flip is too small to matter for any sum."""
 
-UNEXPLAINED = 5e-3
-"""A sample that still differs by more, whatever the gates, is wrong."""
+@dataclass(frozen=True)
+class GatePrecision:
+    """What may differ between two right implementations whose values are stored in one format.
+
+    suspicious   relative difference of one sample's gradient above which flipped gates are tried: half of the format's
+                 precision. Below it, a flip is too small to matter for any sum
+    unexplained  a sample that still differs by more, whatever the gates, is wrong
+    ulp          distance of neighbouring stored numbers, relative to their power of two
+    smallest     positive number that is stored
+    """
+
+    suspicious: float
+    unexplained: float
+    ulp: float
+    smallest: float
+
+    def limit(self, n_trials: int) -> float:
+        """The difference above which so many combinations of gates are tried."""
+        return self.suspicious if n_trials <= MAX_TRIALS else self.unexplained
+
+
+PRECISIONS = {
+    "float16": GatePrecision(5e-4, 5e-3, 2.0**-10, 2.0**-24),
+    "bfloat16": GatePrecision(4e-3, 4e-2, 2.0**-7, 2.0**-133),
+    "float64": GatePrecision(1e-5, 1e-4, 2.0**-20, 2.0**-126),
+}
+"""By dtype of the reference. float64 is what float32 is compared with: nothing is rounded to a format of storage, but h
+is off by some float32 roundings, 8 units in the last place."""
 
 CONVINCING = 1 / 3
 """A flip is believed where it removes at least two thirds of the difference."""
 
 MAX_FLIPS = 3
 MAX_TRIALS = 100
-"""Combinations of gates tried for a sample that differs, but by less than `UNEXPLAINED`."""
+"""Combinations of gates tried for a sample that differs, but by less than `unexplained`."""
 TRIALS_AT_ONCE = 1 << 14
 
 CLOSED = {"ReLU": 0.0, "LeakyReLU": 0.01}
@@ -50,16 +73,17 @@ Place = tuple[int, int]
 """A gate of a sample: (layer, unit)."""
 
 
-def float16_ulp(values: np.ndarray) -> np.ndarray:
-    """Distance to the next float16 of values that are float16 numbers."""
-    return np.spacing(np.abs(values).astype(np.float16)).astype(np.float64)
+def ulps(values: np.ndarray, precision: GatePrecision) -> np.ndarray:
+    """Distance to the next stored number of values that are stored numbers."""
+    _, exponents = np.frexp(values.astype(np.float64))
+    return np.maximum(np.ldexp(precision.ulp, exponents - 1), precision.smallest)
 
 
 class GatedPass:
     """The reference's forward pass over some samples, and its backward passes with chosen gates flipped."""
 
     def __init__(self, model: Model, x: np.ndarray):
-        self.model, self.network = model, model.network
+        self.model, self.network, self.precision = model, model.network, PRECISIONS[model.precision.name]
         x = model.precision.array(x)
         width = model.spec.encoding_width
         features, self.context = encode_padded(model.encoding, x, model.encoding_params, width)
@@ -82,7 +106,8 @@ class GatedPass:
                 continue
             exact, w, bias = h.astype(np.float64), w.astype(np.float64).T, bias.astype(np.float64)
             sums = np.abs(exact) @ np.abs(w) + np.abs(bias)
-            bound = 2.0**-22 * (len(w) + 1) * sums + float16_ulp(h) @ np.abs(w) + 2.0**-24
+            inputs = ulps(h, self.precision) @ np.abs(w)
+            bound = 2.0**-22 * (len(w) + 1) * sums + inputs + self.precision.smallest
             result[l] = np.abs(exact @ w + bias) <= bound
         return result
 
@@ -122,7 +147,7 @@ class Explanation:
 
     rows          samples with flipped gates, and `flips`, which: for every layer [len(rows), fan_out]
     n_suspicious  samples that differed enough to look
-    unexplained   samples that differ by more than `UNEXPLAINED` under every assignment of their ambiguous gates
+    unexplained   samples that differ by more than the precision's `unexplained` whatever their ambiguous gates are
     """
 
     rows: np.ndarray
@@ -175,10 +200,10 @@ def explain_rows(
 
     batch = np.arange(len(x))
     expected = np.concatenate([gradients(batch[i : i + TRIALS_AT_ONCE]) for i in range(0, len(x), TRIALS_AT_ONCE)])
-    observed = observed.astype(np.float32)
+    observed, precision = observed.astype(np.float32), PRECISIONS[model.precision.name]
     typical = max(typical, typical_size(expected))
     first = relative_difference(observed, expected, typical)
-    suspects = np.flatnonzero(~(first <= SUSPICIOUS))  # NaN too
+    suspects = np.flatnonzero(~(first <= precision.suspicious))  # NaN too
     best_error, best = first.copy(), dict.fromkeys(suspects.tolist(), ())
     places = ambiguous_places(model, x, suspects)
 
@@ -186,7 +211,7 @@ def explain_rows(
         trials = (
             (row, chosen)
             for row in best
-            if not best_error[row] <= (SUSPICIOUS if comb(len(places[row]), n_flips) <= MAX_TRIALS else UNEXPLAINED)
+            if not best_error[row] <= precision.limit(comb(len(places[row]), n_flips))
             for chosen in combinations(places[row], n_flips)
         )
         for some in in_groups(trials, TRIALS_AT_ONCE):
@@ -204,7 +229,7 @@ def explain_rows(
         np.array(flipped, np.intp),
         flip_arrays(model, [best[row] for row in flipped]),
         len(suspects),
-        np.flatnonzero(~(final <= UNEXPLAINED)),
+        np.flatnonzero(~(final <= precision.unexplained)),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from fake_arrays import DEVICE, FAKES, STREAM, FusedArray, JaxArray, JaxCpuArray, TorchTensor, install
@@ -82,6 +84,29 @@ def test_strided_device_arrays_become_contiguous(kind):
     v = batch(array, "x", 3)
     assert v.strides is None
     np.testing.assert_array_equal(v.numpy(), HOST)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "jax"])
+@pytest.mark.parametrize("part", [
+    np.s_[:, 1:3], np.s_[::2, 1:3], np.s_[1:, :2], np.s_[::3, 2:3],
+], ids=str)  # fmt: skip
+def test_device_rows_apart_are_read_where_they_are(kind: str, part: tuple) -> None:
+    memory = np.arange(40, dtype=np.float32).reshape(10, 4)[part]
+    v = batch(FAKES[kind](memory), "x", memory.shape[1])
+    assert v.pointer == memory.ctypes.data and v.row_stride == memory.strides[0]
+    np.testing.assert_array_equal(v.numpy(), memory)
+    rows = v.rows(1, 3)
+    assert rows.pointer == memory[1:3].ctypes.data and rows.row_stride == v.row_stride
+    np.testing.assert_array_equal(rows.numpy(), memory[1:3])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("jax", "torch", "numba", "cuda")])
+@pytest.mark.parametrize("part", [np.s_[::-1], np.s_[:, ::-1], np.s_[:, ::2], np.s_[::-2, 3:1:-1]], ids=str)
+def test_device_arrays_that_run_otherwise_are_copied(kind: str, part: Any) -> None:
+    memory = np.arange(40, dtype=np.float32).reshape(10, 4)[part]
+    v = batch(FAKES[kind](memory), "x", memory.shape[1])
+    assert v.strides is None
+    np.testing.assert_array_equal(v.numpy(), memory)
 
 
 def test_strided_and_big_endian_host_arrays_become_contiguous_native():

@@ -62,8 +62,17 @@ def test_with_a_device(machine, capsys, monkeypatch):
     lines = report(capsys)
     assert "driver: for CUDA 13.0 and older" in lines and "device 0: NVIDIA H200, compute capability 9.0" in lines
     assert "fused engine: usable" in lines
+    assert "fused kernels compute in: float16, bfloat16, float32" in lines
     assert any(line.startswith("self-test: fused against reference, both in float16, 1,000 samples") for line in lines)
     assert lines[-1] == "advice: none, everything is in place"
+
+
+def test_what_an_older_device_computes_in(machine, capsys, monkeypatch):
+    with_device(machine)
+    machine.compute_capability = (7, 5)
+    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", FakeFusedEngine().create_runtime)
+    assert cli.main(["doctor"]) == 0
+    assert "fused kernels compute in: float16" in report(capsys)
 
 
 def test_a_device_that_cannot_be_used(machine, capsys):

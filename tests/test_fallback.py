@@ -232,7 +232,7 @@ def test_the_stream_of_the_input_is_the_stream_of_the_launch(fused, data, monkey
     class Recorder:
         name = "fused"
 
-        def inference(self, x, out, *, stream):
+        def inference(self, x, out, *, training_params, stream):
             seen.append(stream)
 
     model.network.engine.runtime = Recorder()

@@ -138,7 +138,7 @@ DAMAGE = {
     "one byte more": lambda content: content + b"x",
     "garbage": lambda content: bytes(range(256)) * 8,
     "wrong magic": damage_magic,
-    "an older format": lambda content: content.replace(b"kernel 2", b"kernel 1"),
+    "an older format": lambda content: content.replace(b"kernel 3", b"kernel 2"),
     "flipped bit of the code": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     "header is no JSON": lambda content: content.replace(b'{"', b'["'),
     "header is a list": lambda content: cache.MAGIC + b"\x02\0\0\0[]" + KERNEL.cubin,
@@ -252,7 +252,7 @@ PROGRAM = """
 import sys
 from test_fused_cache import KERNEL
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused import cache, compiler, optimizer_kernels, programs
+from numba_tcnn.fused import cache, compiler, optimizer_chains, programs
 from numba_tcnn.fused.jobs import GradientJob
 from numba_tcnn.fused.plan import architecture, gradient_plans
 from numba_tcnn.fused.stage_io import GradientOptions
@@ -268,7 +268,7 @@ for plan in gradient_plans(spec, architecture((9, 0)), encoding_gradient=True)[:
         )
         assert found.from_cache
         assert len(source.make_body(programs.OUTLINE).parameters) > 5
-optimizer_kernels.make_adam_kernel(programs.OUTLINE, AdamSpec())
+optimizer_chains.make_chain_kernel(programs.OUTLINE, optimizer_chains.Chain((AdamSpec(),)))
 loaded = {name.partition(".")[0] for name in sys.modules} & {"numba", "llvmlite", "numba_cuda", "cuda"}
 assert not loaded, loaded
 """

@@ -11,7 +11,7 @@ from emulation import EmulatedModel
 
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault, RaceError
-from numba_tcnn.fused.plan import architecture, gradient_plans, inference_plans, staged_plans
+from numba_tcnn.fused.plan import architecture, inference_plans, single_plans, staged_plans
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.layout import n_params
 
@@ -287,6 +287,8 @@ REDUNDANT = {
 }
 """Barriers that a kernel can spare one at a time, and why."""
 
+SYNCHRONISING = ("barrier", "warp_barrier", "warpgroup_barrier", "fence_async", "copy_wait")
+
 
 class BarrierMutation:
     """Replaces the emulator's synchronising instructions: records where they are used from, or leaves one use out.
@@ -297,7 +299,7 @@ class BarrierMutation:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seen: dict[tuple[str, str, int], None] = {}
         self.dropped: set[tuple[str, str, int]] = set()
-        for name in ("barrier", "warp_barrier", "copy_wait"):
+        for name in SYNCHRONISING:
             monkeypatch.setattr(Emitter, name, self.replacement(name, getattr(Emitter, name)))
 
     def replacement(self, name: str, original):
@@ -315,7 +317,7 @@ class BarrierMutation:
 
 def job(name: str, *, encoding_gradient: bool = True):
     """(run() -> arrays of results) for one of the kernels, 300 samples in tiles of 128 or fewer: several a block."""
-    spec = parse_model(2, 3, GRID, NETWORK | {"n_neurons": 64 if name == "single wide" else 32})
+    spec = parse_model(2, 3, GRID, NETWORK | {"n_neurons": 64 if "wide" in name else 32})
     rng = np.random.default_rng(3)
     params = rng.normal(0, 0.3, n_params(spec)).astype(np.float32)
     x, y = rng.random((300, 2), np.float32), rng.random((300, 3), np.float32)
@@ -324,12 +326,15 @@ def job(name: str, *, encoding_gradient: bool = True):
     def run() -> tuple[np.ndarray, ...]:
         model = EmulatedModel(spec, params)
         if name.startswith("inference"):
-            plans = [p for p in inference_plans(spec, chip) if p.weights.resident == (name == "inference")]
+            plans = inference_plans(spec, chip)
+            if not name.endswith("by warpgroups"):
+                plans = [p for p in plans if p.weights.resident == (name == "inference") and not p.swizzled]
             return (model.inference(x, plans[0], InferenceOptions(), n_blocks=1),)
         if name.startswith("single"):
-            plans = gradient_plans(spec, chip, encoding_gradient=encoding_gradient)
-            divided = name == "single wide"  # each warp's part of dW is over the samples of several warps
-            plan = next(p for p in plans if divided == any(l.sample_parts < p.warps for l in p.layers))
+            plans = single_plans(spec, chip, encoding_gradient=encoding_gradient)
+            divided = "wide" in name  # each warp's part of dW is over the samples of several warps
+            plans = [p for p in plans if divided == any(l.sample_parts < p.warps for l in p.layers)]
+            plan = next(p for p in plans if p.swizzled == name.endswith("by warpgroups"))
         else:
             resident = name == "staged"
             plans = staged_plans(spec, chip, encoding_gradient=encoding_gradient)
@@ -341,6 +346,7 @@ def job(name: str, *, encoding_gradient: bool = True):
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_barrier_of_the_real_kernels_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out one barrier at a time: in a kernel that has it, a race is found or something else computed.
@@ -357,14 +363,19 @@ def test_every_barrier_of_the_real_kernels_matters(monkeypatch: pytest.MonkeyPat
             return True
 
     needed, everywhere = set(), {}
-    for name in ("inference", "inference streamed", "single", "single wide", "staged", "staged streamed"):
-        run = job(name)
+    kernels = (
+        "inference", "inference streamed", "single", "single wide", "staged", "staged streamed",
+        "inference by warpgroups", "single by warpgroups", "single wide by warpgroups",
+    )  # fmt: skip
+    # without the encoding's gradient, whose barrier is between the last store and the sums of dW
+    for name, encoding_gradient in (*((name, True) for name in kernels), ("single by warpgroups", False)):
+        run = job(name, encoding_gradient=encoding_gradient)
         mutation.dropped = set()
         mutation.seen.clear()
         expected = run()
         everywhere |= mutation.seen
         needed |= {place for place in list(mutation.seen) if is_noticed(run, expected, {place})}
-    assert {instruction for instruction, _, _ in everywhere} == {"barrier", "warp_barrier", "copy_wait"}
+    assert {instruction for instruction, _, _ in everywhere} == set(SYNCHRONISING)
     spared = [place for place in everywhere if place not in needed]
     unexplained = [place for place in spared if place[:2] not in REDUNDANT]
     assert not unexplained, f"kernels do as well without {unexplained}"

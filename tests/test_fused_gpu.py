@@ -1,7 +1,8 @@
 """Fused kernels on a real device against the float16 reference: random models, ragged batches, every block.
 
-Hypothesis draws the models; NUMBA_TCNN_TEST_SEED chooses the draws (default: a new seed each time, printed). Run with
--s to see the figures of every model: the errors, how many samples had flipped gates, and the distance to float32.
+Hypothesis draws the models; NUMBA_TCNN_TEST_SEED chooses the draws (default: a new seed each time, printed),
+NUMBA_TCNN_TEST_DRAWS how many there are. Run with -s to see the figures of every model: the errors, how many samples
+had flipped gates, and the distance to float32.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from model_draws import Draw, covering, draws
 
 import numba_tcnn as tcnn
 from numba_tcnn.arrays import view
+from numba_tcnn.fused import device_status, dtypes_of
+from numba_tcnn.layout import n_network_params
 from numba_tcnn.reference.model import Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("no_reference")]
 
 SEED = int(os.environ.get("NUMBA_TCNN_TEST_SEED") or secrets.randbelow(2**32))
-N_DRAWS = 24
+N_PARTS = 12
+"""Of the draws, so that processes can share them; part i draws from SEED + i."""
+N_DRAWS = int(os.environ.get("NUMBA_TCNN_TEST_DRAWS") or 24)
 BATCHES = (1, 31, 257, 1000)
 LARGE = 1 << 18
+N_LARGE_DRAWS, MAX_LARGE_WEIGHTS = 2, 25_000
+"""Of each part, at LARGE samples too, where the network is no larger: the reference takes most of that time."""
 
 
 class FusedModel:
@@ -36,7 +43,8 @@ class FusedModel:
 
     def __init__(self, draw: Draw, params: np.ndarray, offset: int = 0):
         self.draw, self.params, self.offset = draw, params, offset
-        self.model = tcnn.create_from_config(draw.n_input_dims, draw.n_output_dims, draw.config, strict=True)
+        dims = draw.n_input_dims, draw.n_output_dims
+        self.model = tcnn.create_from_config(*dims, draw.config, dtype=draw.dtype, strict=True)
         assert self.model.explain().engine == "fused"
         self.model.params = params
         self.fresh_optimizer = self.model.optimizer.state_dict()
@@ -78,14 +86,16 @@ def compare(draw: Draw, batches: tuple[int, ...], offset: int = 0) -> list[Agree
     return found
 
 
-def test_random_models_agree_with_the_reference():
+@pytest.mark.parametrize("part", range(N_PARTS))
+def test_random_models_agree_with_the_reference(part):
     """All draws run, also behind one that fails: what they have in common says more than the first."""
-    print(f"\nNUMBA_TCNN_TEST_SEED={SEED}")
-    wrong, encodings, networks = [], [], []
+    own_seed, n_draws = SEED + part, len(range(part, N_DRAWS, N_PARTS))
+    print(f"\nNUMBA_TCNN_TEST_SEED={SEED}, part {part}")
+    wrong, encodings, networks, large = [], [], [], []
 
-    @seed(SEED)
+    @seed(own_seed)
     @settings(
-        max_examples=20 * N_DRAWS,
+        max_examples=50 + 20 * n_draws,
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -93,14 +103,19 @@ def test_random_models_agree_with_the_reference():
     )
     @given(draw=draws())
     def check(draw: Draw) -> None:
-        if len(networks) == N_DRAWS or draw.encoding in encodings or draw.network in networks:
+        if len(networks) == n_draws or draw.encoding in encodings or draw.network in networks:
             return  # hypothesis likes to change one thing at a time; compiling is too slow for that
         encodings.append(draw.encoding)
         networks.append(draw.network)
-        wrong.extend(f"{draw}: {agreement}" for agreement in compare(draw, BATCHES) if not agreement.holds)
+        batches = BATCHES
+        if n_network_params(draw.spec) <= MAX_LARGE_WEIGHTS and len(large) < N_LARGE_DRAWS:
+            large.append(draw)
+            batches = (*BATCHES, LARGE)
+        wrong.extend(f"{draw!r}: {agreement}" for agreement in compare(draw, batches) if not agreement.holds)
 
-    check()
-    assert len(networks) == N_DRAWS
+    if n_draws:
+        check()
+    assert len(networks) == n_draws
     assert not wrong, f"NUMBA_TCNN_TEST_SEED={SEED}: {len(wrong)} comparisons fail:\n" + "\n".join(wrong)
 
 
@@ -110,6 +125,17 @@ def test_every_choice_of_the_family_agrees_with_the_reference(draw):
     for offset in (0, 1) if draw.encoding["otype"] == "Identity" else (draw.seed % 2,):
         for agreement in compare(draw, (31, 1000), offset):
             assert agreement.holds, str(agreement)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_dtypes_agree_with_the_reference(dtype):
+    """Half of the family each, all widths and interpolations among them: float32 as exactly as it promises."""
+    if dtype not in dtypes_of(device_status(0).compute_capability):
+        pytest.skip(f"this device has no {dtype}")
+    wrong = []
+    for draw in covering(dtype)[dtype == "bfloat16" :: 2]:
+        wrong += [f"{draw}: {agreement}" for agreement in compare(draw, (1, 257, 1000)) if not agreement.holds]
+    assert not wrong, "\n".join(wrong)
 
 
 LARGE_MODELS = {
@@ -152,6 +178,58 @@ LARGE_MODELS = {
 def test_large_batches_agree_with_the_reference(name):
     """2^18 samples: persistent blocks take many tiles each, and staged plans go through the batch in chunks."""
     for agreement in compare(LARGE_MODELS[name], (LARGE, LARGE - 77)):
+        assert agreement.holds, str(agreement)
+
+
+GRID = {"otype": "HashGrid", "n_levels": 8, "log2_hashmap_size": 12, "base_resolution": 8, "per_level_scale": 1.4}
+LARGE_NETWORKS = {
+    "wide": Draw(
+        2, 3, GRID, {"otype": "CutlassMLP", "n_neurons": 512, "n_hidden_layers": 2, "activation": "SiLU"}, "RelativeL2"
+    ),
+    "deep": Draw(
+        2,
+        3,
+        GRID,
+        {"otype": "CutlassMLP", "n_neurons": 48, "n_hidden_layers": 32, "activation": "Softplus", "bias": True},
+        "L2",
+    ),
+    "many outputs": Draw(
+        16,
+        300,
+        {"otype": "Identity"},
+        {"otype": "CutlassMLP", "hidden": [200, 64, 330], "activation": "Tanh", "bias": True},
+        "L2",
+        "float16",
+        "float16",
+    ),
+    "biases": Draw(
+        2, 3, GRID, {"otype": "FullyFusedMLP", "n_neurons": 64, "n_hidden_layers": 2, "bias": True}, "RelativeL2"
+    ),
+    "128 wide, in phases": Draw(
+        2,
+        3,
+        {"otype": "OneBlob", "n_bins": 64},
+        {"otype": "FullyFusedMLP", "n_neurons": 128, "n_hidden_layers": 5},
+        "RelativeL2",
+    ),
+    "128 wide, in phases, by outputs": Draw(
+        3,
+        20,
+        {"otype": "Frequency", "n_frequencies": 10},
+        {"otype": "CutlassMLP", "hidden": [128, 120], "activation": "Sigmoid"},
+        "L2",
+        "float16",
+    ),
+    "biases, staged": Draw(
+        2, 3, GRID, {"otype": "CutlassMLP", "hidden": [128, 100, 128], "activation": "Tanh", "bias": True}, "L2"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_NETWORKS)
+def test_large_batches_of_unusual_networks_agree_with_the_reference(name):
+    """Layer by layer in several chunks, the last one ragged; biases in kernels of every plan."""
+    for agreement in compare(LARGE_NETWORKS[name], (LARGE - 77,)):
         assert agreement.holds, str(agreement)
 
 
@@ -241,3 +319,26 @@ def test_output_gradients_of_any_size(image):
         assert relative_error(scaled_params / factor, params) < 1e-5
     nothing, no_dx = image.backward(x, 0 * dL_dy)
     assert not nothing.any() and not no_dx.any()
+
+
+WARPGROUP_SHAPES = [
+    (64, 16, [64, 64]),  # inputs, outputs, hidden widths; all tiles of 128-byte rows
+    (32, 16, [64, 64]),  # 64-byte rows
+    (16, 3, [64]),
+    (48, 3, [64]),
+    (128, 20, [64]),  # two panels
+    (80, 48, [64, 32]),
+    (64, 64, [32, 16]),
+    (32, 16, [32, 32]),
+    (16, 16, [16, 16]),
+    (64, 16, [64, 64, 64, 64]),
+]
+
+
+@pytest.mark.parametrize("shape", WARPGROUP_SHAPES, ids=str)
+def test_every_layout_of_warpgroups_agrees_with_the_reference(shape):
+    """Each swizzle as each operand. On other chips than compute capability 9.0, the same shapes without wgmma."""
+    n_in, n_out, hidden = shape
+    draw = Draw(n_in, n_out, {"otype": "Identity"}, {"otype": "CutlassMLP", "hidden": hidden}, "L2")
+    for agreement in compare(draw, BATCHES):
+        assert agreement.holds, str(agreement)

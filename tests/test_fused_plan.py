@@ -16,6 +16,7 @@ from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.fused import mlp, plan, tiles
 from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory
 from numba_tcnn.fused.mlp import WeightGradient, n_accumulators
+from numba_tcnn.fused.phased_plan import PhasedPlan, phased_plans
 from numba_tcnn.fused.plan import (
     MAX_REGISTERS,
     RESERVED_SHARED_BYTES,
@@ -46,7 +47,11 @@ def make_spec(encoding_width: int, width: int, n_hidden_layers: int, n_out: int)
 
 
 specs = st.builds(
-    make_spec, st.integers(1, 16).map(lambda n: 16 * n), st.integers(16, 128), st.integers(0, 5), st.integers(1, 48)
+    make_spec,
+    st.integers(1, 16).map(lambda n: 16 * n),
+    st.sampled_from([16, 32, 64]) | st.integers(16, 128),
+    st.integers(0, 5),
+    st.integers(1, 48),
 )
 chips = st.sampled_from(CAPABILITIES).map(architecture)
 
@@ -86,7 +91,7 @@ def assert_well_formed(kernel: KernelPlan, chip: Architecture) -> None:
 
 def work_of(layer: WeightGradient, n_warps: int) -> np.ndarray:
     """How often each (16x16 block of dW, 16 samples) is summed by a warp that also owns the block, and writes it."""
-    counts = np.zeros((layer.d.columns // 16, layer.h.columns // 16, layer.d.rows // 16), int)
+    counts = np.zeros((layer.n_row_blocks, layer.n_column_blocks, layer.d.rows // 16), int)
     e = Emitter(Block(GlobalMemory(), 32 * n_warps, 16))
     places = (np.broadcast_to(p, 32 * n_warps)[::32].tolist() for p in layer.place(e))
     samples = counts.shape[2] // layer.sample_parts
@@ -130,6 +135,8 @@ def test_gradient_plans(spec: ModelSpec, chip: Architecture, encoding_gradient: 
     for candidate in plans:
         if isinstance(candidate, StagedPlan):
             check_staged(spec, candidate, chip, encoding_gradient)
+        elif isinstance(candidate, PhasedPlan):
+            check_phased(spec, candidate, chip, encoding_gradient)
         else:
             check_single(spec, candidate, chip, encoding_gradient)
 
@@ -144,6 +151,18 @@ def check_single(spec: ModelSpec, kernel: KernelPlan, chip: Architecture, encodi
     ends = [layer.parameter_offset + layer.d.columns * layer.h.columns for layer in kernel.layers]
     assert [layer.parameter_offset for layer in kernel.layers] == [0, *ends[:-1]]
     assert ends[-1] == n_network_params(spec)
+    assert_every_product_is_summed_once(kernel)
+
+
+def check_phased(spec: ModelSpec, kernel: PhasedPlan, chip: Architecture, encoding_gradient: bool) -> None:
+    assert chip.cc == 90 and kernel.shared_bytes <= chip.shared_per_block
+    assert kernel.weights.resident and kernel.dx == (kernel.x if encoding_gradient else None)
+    assert_disjoint([*kernel.weights.weights, kernel.x])
+    assert [(layer.d.columns, layer.h.columns) for layer in kernel.layers] == list(spec.layer_shapes)
+    assert [(layer.d, layer.h) for layer in kernel.layers] == list(zip(kernel.d, kernel.h, strict=True))
+    for i, layer in enumerate(kernel.layers):
+        assert_disjoint([layer.d, layer.h])
+        assert max(layer.d.end, layer.h.end) <= kernel.pair_bytes(i) <= kernel.shared_bytes // kernel.stages
     assert_every_product_is_summed_once(kernel)
 
 
@@ -187,7 +206,9 @@ def test_small_networks_take_one_kernel_and_large_ones_several() -> None:
     chip = architecture((9, 0))
     assert gradient_plans(make_spec(32, 64, 2, 16), chip, encoding_gradient=True)[0].kind == "single"
     assert single_plans(make_spec(32, 128, 5, 16), chip, encoding_gradient=True) == []
-    assert isinstance(gradient_plans(make_spec(32, 128, 5, 16), chip, encoding_gradient=True)[0], StagedPlan)
+    assert isinstance(gradient_plans(make_spec(32, 128, 5, 16), chip, encoding_gradient=True)[0], PhasedPlan)
+    ampere = architecture((8, 0))
+    assert isinstance(gradient_plans(make_spec(32, 128, 5, 16), ampere, encoding_gradient=True)[0], StagedPlan)
 
 
 def test_candidates_end_with_the_least_demanding() -> None:
@@ -197,7 +218,14 @@ def test_candidates_end_with_the_least_demanding() -> None:
                   encoding_gradient=True)):  # fmt: skip
         by_layout: dict[tuple, list[int]] = {}
         for kernel in plans:
-            by_layout.setdefault((kernel.warps, kernel.rows, kernel.weights.resident), []).append(kernel.min_blocks)
+            layout = (
+                kernel.swizzled,
+                kernel.remembers_in_registers,
+                kernel.warps,
+                kernel.rows,
+                kernel.weights.resident,
+            )
+            by_layout.setdefault(layout, []).append(kernel.min_blocks)
         for blocks in by_layout.values():
             assert blocks == sorted(blocks, reverse=True) and blocks[-1] == 1
 
@@ -239,6 +267,7 @@ def examples() -> list:
         inference_plans(spec, chip)[0],
         single_plans(spec, chip, encoding_gradient=True)[0],
         staged_plans(spec, chip, encoding_gradient=True)[0],
+        phased_plans(make_spec(32, 128, 2, 3), chip, encoding_gradient=True)[0],
     ]
 
 
@@ -251,8 +280,9 @@ def test_plans_are_equal_by_value() -> None:
 def test_the_text_of_a_plan_says_everything() -> None:
     """Cache keys are made of it: a plan can be made again from its text alone."""
     names = {
-        c.__name__: c for c in (KernelPlan, StagedPlan, NetworkTiles, tiles.Tile, mlp.WeightGradient)
-    }  # fmt: skip
+        c.__name__: c
+        for c in (KernelPlan, PhasedPlan, StagedPlan, NetworkTiles, tiles.Tile, tiles.SwizzledTile, mlp.WeightGradient)
+    }
     for kernel in examples():
         assert eval(repr(kernel), names) == kernel
 
@@ -267,8 +297,9 @@ def test_the_text_of_a_plan_is_the_same_in_every_process() -> None:
 
 
 def test_plans_describe_themselves() -> None:
-    inference, single, staged = examples()
-    assert single.describe() == f"single, {single.warps} warps x {single.rows} samples"
+    inference, single, staged, phased = examples()
+    assert phased.describe() == f"phased, {phased.warps} warps x {phased.rows} samples, wgmma"
+    assert single.describe() == f"single, {single.warps} warps x {single.rows} samples, wgmma"
     streamed = next(p for p in inference_plans(make_spec(32, 64, 2, 3), architecture((9, 0))) if not p.weights.resident)
     assert streamed.describe().endswith(", weights streamed") and staged.propagate.describe().startswith("propagate")
 

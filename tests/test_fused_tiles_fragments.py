@@ -20,6 +20,7 @@ from numba_tcnn.fused.fragments import (
     make_sum,
     make_unpack,
 )
+from numba_tcnn.fused.swizzled_tile import SwizzledTile
 from numba_tcnn.fused.tiles import (
     Tile,
     make_barriers,
@@ -190,6 +191,18 @@ def test_eight_rows_lie_in_eight_bank_groups(column_blocks: int, row_blocks: int
     assert tile.stride % 16 == 0 and tile.stride >= 2 * tile.columns
 
 
+@pytest.mark.parametrize("columns", [16, 32, 48, 64, 128])
+def test_eight_rows_of_swizzled_tiles_lie_in_eight_bank_groups(columns: int) -> None:
+    """Also where 64 or 32 bytes are all that a row has; and no two chunks share a place."""
+    tile, e = SwizzledTile("t", 64, columns, 0), Emitter(Block(GlobalMemory(), 32, 16))
+    rows, chunks = np.meshgrid(np.arange(64, dtype=U32), np.arange(columns // 8, dtype=U32), indexing="ij")
+    address, immediate = tile.element(e, rows.ravel() * U32(tile.stride), chunks.ravel() * U32(8))
+    places = (address + immediate).reshape(64, -1) // 16
+    assert len(np.unique(places)) == places.size and places.max() < tile.n_bytes // 16
+    for chunk in range(columns // 8):
+        assert all(len(set(places[first : first + 8, chunk] % 8)) == 8 for first in range(0, 64, 8))
+
+
 @pytest.mark.parametrize("bad", [(32, 24, 0), (32, 16, 8), (0, 16, 0)])
 def test_tiles_are_aligned(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="aligned 16-column blocks"):
@@ -199,7 +212,7 @@ def test_tiles_are_aligned(bad: tuple[int, int, int]) -> None:
 def test_places_of_a_tile() -> None:
     tile = Tile("t", 32, 48, 160)
     assert tile.n_bytes == 32 * (48 * 2 + 16) and tile.end == 160 + tile.n_bytes
-    assert tile.block(1, 2) == 160 + 16 * tile.stride + 2 * 32
+    assert tile.place(None, U32(7), 1, 2) == (7, 160 + 16 * tile.stride + 2 * 32)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -218,6 +231,36 @@ def test_fragments_in_tiles(shape: FragmentShape, target, rng: np.random.Generat
     cells = block.shared.cells.view(np.float16)[tile.offset // 2 : tile.end // 2].reshape(tile.rows, -1)
     np.testing.assert_array_equal(cells[:, : tile.columns], matrix)
     assert np.isnan(cells[:, tile.columns :]).all()  # the padding is never written
+
+
+@pytest.mark.parametrize("shape", [FragmentShape(16, n) for n in (16, 32, 48, 64, 80, 128)], ids=str)
+def test_fragments_in_swizzled_tiles(shape: FragmentShape, target, rng: np.random.Generator) -> None:
+    """Fragments of eight warps, read by rows of threads and as fragments again."""
+    tile = SwizzledTile("t", 8 * shape.rows, shape.columns, 1024)
+    start_block(target, n_threads=256)
+    matrix = rng.normal(size=(tile.rows, tile.columns)).astype(np.float16).astype(np.float32)
+    packed = make_pack(target, shape)(fragment_of(shape, matrix))
+    base = U32(0)
+    make_store_fragment(target, tile, shape)(base, packed)
+    make_barriers(target)[0]()
+    for registers, loaded in zip(packed, make_load_fragment(target, tile, shape)(base), strict=True):
+        np.testing.assert_array_equal(loaded, registers)
+    rows = np.arange(256, dtype=U32) % U32(tile.rows)
+    for column in range(0, shape.columns, 16):
+        values = make_get(target, 16, 8, tile)(make_row_address(target, tile)(base, rows), U32(column))
+        np.testing.assert_array_equal(np.stack(values, 1), matrix[rows, column : column + 16])
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+@pytest.mark.parametrize(("n_values", "alignment"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 8), (3, 1), (9, 8)])
+def test_rows_of_swizzled_tiles(n_values: int, alignment: int, columns: int, target, rng: np.random.Generator) -> None:
+    tile = SwizzledTile("t", 32, columns, 1024)
+    start_block(target)
+    row = make_row_address(target, tile)(U32(0), np.arange(32, dtype=U32)[::-1].copy())
+    values = rng.normal(size=(n_values, 32)).astype(np.float16).astype(np.float32)
+    column = U32((columns - n_values) // alignment * alignment)
+    make_put(target, n_values, alignment, tile)(row, column, tuple(values))
+    np.testing.assert_array_equal(np.stack(make_get(target, n_values, alignment, tile)(row, column)), values)
 
 
 @pytest.mark.parametrize("n_values", [1, 2, 4, 8])
@@ -240,7 +283,8 @@ def test_rows_of_tiles(n_values: int, target, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("n_values", [2, 4, 8])
 def test_values_need_an_aligned_column(n_values: int, target) -> None:
     start_block(target)
-    row = make_row_address(target, Tile("t", 32, 32, 64))(U32(0), np.arange(32, dtype=U32))
+    tile = Tile("t", 32, 32, 64)
+    row = make_row_address(target, tile)(U32(0), np.arange(32, dtype=U32))
     with pytest.raises(MemoryFault):
         make_put(target, n_values)(row, U32(n_values // 2), tuple(np.zeros((n_values, 32), np.float32)))
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import types
-
 import numpy as np
 import pytest
 
 import numba_tcnn as tcnn
-import numba_tcnn.fused.engine as fused_engine
 from numba_tcnn.config import parse_model
-from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.initial_values import Pcg32, initial_params
 from numba_tcnn.layout import n_bias_params, n_matrix_params, n_network_params, n_params, parameter_blocks
 from numba_tcnn.reference.activations import ACTIVATIONS
@@ -176,13 +172,6 @@ def test_a_bias_learns_a_constant():
         loss = trainer.training_step(np.zeros((4, 16)), target)
     assert float(loss) < 1e-4
     np.testing.assert_allclose(module.blocks()["layer0.bias"], target[0], atol=0.02)
-
-
-def test_the_fused_engine_names_biases(monkeypatch):
-    monkeypatch.setattr(fused_engine, "device_status", lambda device: types.SimpleNamespace(usable=True))
-    spec = parse_model(2, 3, GRID, {"n_neurons": 16, "bias": True})
-    with pytest.raises(EngineUnavailable, match="bias=true"):
-        fused_engine.create_runtime(spec, initial_params(spec, 1))
 
 
 def test_aliases_and_defaults():

@@ -76,7 +76,7 @@ def test_without_a_device_float16_rounding_is_measured(no_device, model, rng):
     assert all(1e-5 < error < 0.1 for error in errors.values())
     assert errors["outputs"] < 2e-3
     figure = tcnn.plot.engine_error(model, x)
-    assert figure.axes[0].get_legend() is None  # no tolerance: nothing is judged
+    assert not figure.legends  # no tolerance: nothing is judged
     title = figure.axes[0].get_title(loc="left")
     assert title == "No fused engine here: the reference in float16 against the reference in float32"
 
@@ -109,7 +109,7 @@ def test_with_a_device_fused_is_compared_with_the_reference_of_its_dtype(fake_fu
     # the fake computes in float64: a float16 rounding away from the reference, a float32 rounding from the exact one
     assert all(error > 1e-5 for error in comparison.errors.values())
     assert all(error < 1e-5 for error in comparison.to_float32.values())
-    labels = [text.get_text() for text in plot.draw(comparison).axes[0].get_legend().get_texts()]
+    labels = [text.get_text() for text in plot.draw(comparison).legends[0].get_texts()]
     assert "distance to the float32 reference" in labels
 
 

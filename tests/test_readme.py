@@ -21,7 +21,7 @@ def code_blocks(language: str) -> list[str]:
 
 
 def test_the_example_is_short_and_learns_what_it_says():
-    (example,) = code_blocks("python")
+    example, _ = code_blocks("python")
     assert len([line for line in example.splitlines() if line.strip()]) <= 20
     printed, names = io.StringIO(), {}
     with contextlib.redirect_stdout(printed):
@@ -30,6 +30,18 @@ def test_the_example_is_short_and_learns_what_it_says():
     assert float(names["loss"]) < 1e-3  # the mean of the squared target is 0.4
     prediction = names["model"].network.inference(np.array([[0.5, 0.5]]))
     assert prediction[0, 0] == pytest.approx(np.sin(5), abs=0.1)  # a thousandth of squared error is 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_kernel_around_the_example_s_model():
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for number, block in enumerate(code_blocks("python")):
+            exec(compile(block, f"README.md, block {number}", "exec"), names)
+    x = np.stack(np.meshgrid(np.arange(1000) / 1000, np.arange(64) / 64, indexing="ij"), axis=-1).astype(np.float32)
+    y = names["model"].network.inference(x.reshape(-1, 2)).reshape(1000, 64)
+    np.testing.assert_allclose(names["out"].copy_to_host(), y.mean(axis=1), atol=1e-3)
 
 
 def test_the_two_commands_are_there():
@@ -49,7 +61,8 @@ def test_every_image_command_is_one_that_the_program_takes(monkeypatch):
 
 
 def test_every_linked_file_exists():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
     assert len(links) >= 5
     for link in [*links, "examples/configs", "examples/notebooks"]:
         assert (ROOT / link).exists(), link

@@ -17,9 +17,10 @@ from optimizer_draws import LAYERS, LEAF, LEAVES, N_MATRIX, N_PARAMS, NESTED, WR
 from optimizer_formulas import formulas
 
 from numba_tcnn.config import parse_optimizer
+from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.reference import make_optimizer
 from numba_tcnn.reference.matrix_roots import inverse_fourth_roots
-from numba_tcnn.reference.optimizer_contract import Optimizer, ParameterSizes
+from numba_tcnn.reference.optimizer_contract import Optimizer
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIMPLE = st.one_of(LEAVES["Adam"], LEAVES["SGD"])

@@ -147,6 +147,9 @@ def test_learning_rate(data):
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="learning_rate: .* must be a finite number, 0 or larger"):
             model.trainer.learning_rate = bad
+    with pytest.raises(ValueError, match="learning_rate: 1e\\+40 must be at most 1e\\+06"):
+        model.trainer.learning_rate = 1e40
+    assert model.trainer.learning_rate == 0.25
 
 
 # ------------------------------------------------------------------------------------------- its loss

@@ -9,15 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_engine import FakeFusedEngine
 
 import numba_tcnn as tcnn
 import numba_tcnn.fused
-import numba_tcnn.fused.engine as fused_engine
-from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.layout import grid_levels
 from numba_tcnn.reference.grid_rows import MAX_UINT32_RESOLUTION, dense_indices, rows_of_vertices
-from numba_tcnn.specs import GridSpec, ModelSpec
+from numba_tcnn.specs import GridSpec
 
 H = 1e-6
 
@@ -151,41 +148,29 @@ def test_defect_12_composite_reductions(reduction, rng):
     assert not gradient[:, 3].any()
 
 
-OPTIONS = [
-    (GridSpec(2, stochastic_interpolation=True), "stochastic_interpolation"),
-    (GridSpec(2, fixed_point_pos=True), "fixed_point_pos"),
-]
+@pytest.mark.parametrize("option", ["stochastic_interpolation", "fixed_point_pos"])
+def test_defect_13_options_of_grids_count_in_fused_kernels(option: str, emulated_gpu, no_reference, rng):
+    """Upstream's JIT silently ignores stochastic interpolation and max_level."""
+    config = {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 6, "base_resolution": 3}
+    fused = tcnn.Encoding(2, config | {option: True}, strict=True)
+    plain = tcnn.Encoding(2, config, strict=True)
+    fused.params = plain.params = rng.uniform(-0.5, 0.5, fused.n_params)
+    x, dL_dy = rng.random((40, 2), np.float32), rng.standard_normal((40, 6)).astype(np.float32)
+    gradient = fused.backward(fused.forward(x)[1], dL_dy).params
+    expected = tcnn.reference.Model(fused.spec, fused.params, "float16").backward(x, dL_dy).params
+    np.testing.assert_allclose(gradient, expected, atol=1e-4)
+    if option == "stochastic_interpolation":
+        assert np.abs(gradient - plain.backward(plain.forward(x)[1], dL_dy).params).max() > 0.1
 
 
-@pytest.mark.parametrize(("spec", "named"), OPTIONS)
-def test_defect_13_what_is_not_fused_is_refused_by_name(spec: GridSpec, named: str, monkeypatch):
-    """Upstream's JIT silently ignores stochastic interpolation and max_level; ours says what it lacks."""
-    monkeypatch.setattr(fused_engine, "device_status", lambda device: numba_tcnn.fused.DeviceStatus(True, "a device"))
-    model = ModelSpec(spec.n_input_dims, spec.n_output_dims, spec, None, spec.n_output_dims)
-    with pytest.raises(EngineUnavailable, match=named):
-        fused_engine.create_runtime(model, np.zeros(0, np.float32))
-
-
-def test_defect_13_max_level_leaves_the_fused_engine(monkeypatch, rng):
-    """The fused runtime refuses it, the same call goes on in the reference, and a way back is refused as well."""
-    runtime = object.__new__(fused_engine.FusedRuntime)
-    runtime.set_max_level(None)
-    with pytest.raises(EngineUnavailable, match="max_level"):
-        runtime.set_max_level(0.5)
-
-    fake = FakeFusedEngine(reason="max_level has no fused kernel yet")
-    monkeypatch.setattr(numba_tcnn.fused, "create_runtime", fake.create_runtime)
-    grid = tcnn.Encoding(2, {"otype": "HashGrid", "n_levels": 4, "base_resolution": 4})
-    assert grid.jit_fusion
-    fake.fails_at = "set_max_level"
-    fake.made[0].__dict__["fails_at"] = "set_max_level"
-    with pytest.warns(tcnn.JitFusionWarning, match="max_level"):
-        grid.max_level = 0.5
-    assert not grid.jit_fusion and fake.made[0].closed
-    assert not grid.inference(rng.random((5, 2), np.float32))[:, 6:].any()
-    with pytest.warns(tcnn.JitFusionWarning, match="max_level"):
-        grid.jit_fusion = True
-    assert not grid.jit_fusion and fake.made[-1].closed
+def test_defect_13_max_level_counts_in_fused_kernels(emulated_gpu, no_reference, rng):
+    grid = tcnn.Encoding(2, {"otype": "HashGrid", "n_levels": 4, "base_resolution": 4}, strict=True)
+    grid.params = rng.uniform(-0.5, 0.5, grid.n_params)
+    x = rng.random((5, 2), np.float32)
+    everything = grid.inference(x)
+    grid.max_level = 0.5
+    some = grid.inference(x)
+    assert grid.jit_fusion and not some[:, 6:].any() and everything[:, 6:].any()
+    np.testing.assert_array_equal(some[:, :4], everything[:, :4])
     grid.max_level = 1
-    grid.jit_fusion = True
-    assert grid.jit_fusion
+    np.testing.assert_array_equal(grid.inference(x), everything)

@@ -1,0 +1,175 @@
+"""The body of phased plans (`phased_plan.py`): propagate a block's tiles, then sum dW from what they left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..specs import ModelSpec
+from .encoding_stage import make_encode
+from .fragments import FragmentShape, Target, make_zeros
+from .fuser import make_features_backward, make_first_row_of, make_store_loss
+from .mlp import make_block_sum, make_weight_gradients
+from .network_stage import make_load_weights, make_network_gradient
+from .phased_plan import GROUPS, PhasedPlan
+from .plan import keeps_gate, layer_offsets
+from .prefetch import make_prefetch
+from .saved_images import (
+    KNOWN_BY_SIGN,
+    make_copy_image,
+    make_image_keeper,
+    make_sign_keeper,
+    make_write_image_sums,
+    slot_images,
+)
+from .stage_io import BAD, IO_PARAMETERS, MARK, SAVED, GradientOptions, KernelBody
+from .tiles import make_aligned_base, make_barriers, make_divide_by, make_indices, make_load_fragment
+
+
+def make_phased_gradient_kernel(
+    target: Target, spec: ModelSpec, plan: PhasedPlan, options: GradientOptions
+) -> KernelBody:
+    """Gradients of a chunk of a batch. `saved` holds images of all its tiles, the blocks' pieces one after the other;
+    `accumulate` is 0 to overwrite rows of partial sums, 1 to add to them."""
+    target = target.storing(plan.dtype)
+    shared_base = make_aligned_base(target, plan.shared_alignment)
+    barrier, block_index, n_blocks = make_barriers(target)[0], make_indices(target)[3], make_indices(target)[5]
+    load_all, _ = make_load_weights(target, plan, layer_offsets(spec))
+    propagate = _make_propagate(target, spec, plan, options)
+    sum_layers = _make_sum_layers(target, spec, plan)
+    block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
+    u32, f32, divide = target.u32, target.f32, make_divide_by(target)
+
+    def gradient(n_tiles, partial_sums, row_bytes, accumulate, losses, io):
+        base = shared_base()
+        load_all(base, io)
+        total, tile, step = f32(0), u32(block_index()), u32(n_blocks())
+        tiles_a_block = divide(u32(u32(n_tiles + step) - u32(1)), step)[0]
+        first_slot = u32(u32(tile * tiles_a_block) * u32(GROUPS))
+        slot = first_slot
+        while tile < n_tiles:
+            total = total + propagate(base, io, slot, tile, step)
+            slot = u32(slot + u32(GROUPS))
+            tile = u32(tile + step)
+        barrier()
+        sum_layers(base, io, first_slot, slot, partial_sums, row_bytes, accumulate)
+        store_loss(losses, block_index(), block_sum(base, total))
+
+    parameters = (
+        ("n_tiles", "u32"),
+        ("partial_sums", "u64"),
+        ("row_bytes", "u32"),
+        ("accumulate", "u32"),
+        ("losses", "u64"),
+    )
+    return KernelBody("phased_gradient", gradient, parameters, IO_PARAMETERS)
+
+
+def _make_propagate(target: Target, spec: ModelSpec, plan: PhasedPlan, options: GradientOptions) -> Callable:
+    """propagate(base, io, first_slot, tile, step) -> sum of this thread's loss values. A warpgroup saves what belongs
+    to its samples of the tile in a slot of its own, from `first_slot` on; `step` tiles further is the block's next."""
+    _, warp_barrier, _ = make_barriers(target)
+    _, need = make_load_weights(target, plan, layer_offsets(spec))
+    encode = make_encode(target, spec, plan, options)
+    load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
+    h_images, d_images, slot_bytes = slot_images(spec)
+    by_sign = spec.network.activation in KNOWN_BY_SIGN and not keeps_gate(spec)
+    make_h_keeper = make_sign_keeper if by_sign else make_image_keeper
+    keep_x = make_image_keeper(target, h_images[0], slot_bytes).keep
+    h_keepers = [make_h_keeper(target, tile, slot_bytes) for tile in h_images[1:]]
+    d_keepers = [make_image_keeper(target, tile, slot_bytes) for tile in d_images]
+    network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
+    encoding_backward = make_features_backward(target, spec, plan, options, need)
+    first_row_of, prefetch = make_first_row_of(target, plan), make_prefetch(target, spec, plan, options)
+    u32 = target.u32
+
+    @target.intrinsic([], "u32")
+    def warpgroup(e):
+        return e.warpgroup()
+
+    def propagate(base, io, first_slot, tile, step):
+        first_row = first_row_of(tile)
+        slot = u32(first_slot + warpgroup())
+        prefetch(io, first_row_of(u32(tile + step)))
+        encode(base, io, first_row)
+        warp_barrier()
+        x = load_x(base)
+        keep_x(base, io, slot, x)
+        d, total = network(base, io, slot, first_row, x)
+        warp_barrier()
+        encoding_backward(base, io, first_row, d)
+        warp_barrier()
+        return total
+
+    return target.device(propagate)
+
+
+def _make_sum_layers(target: Target, spec: ModelSpec, plan: PhasedPlan) -> Callable:
+    """sum(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate): dW of all layers over these slots.
+    Shared memory is the caller's to lose; behind it, all threads of the block are done with it."""
+
+    def chain(layer: int) -> Callable:
+        sum_this = _make_sum_layer(target, spec, plan, layer)
+        if layer == len(plan.layers) - 1:
+            return sum_this
+        rest = chain(layer + 1)
+
+        def sum_and_go_on(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate):
+            sum_this(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate)
+            rest(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate)
+
+        return target.device(sum_and_go_on)
+
+    return chain(0)
+
+
+def _make_sum_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int) -> Callable:
+    """The same for one layer."""
+    h_images, d_images, slot_bytes = slot_images(spec)
+    copy_h = make_copy_image(target, plan.h[layer], h_images[layer], slot_bytes, plan.threads)
+    copy_d = make_copy_image(target, plan.d[layer], d_images[layer], slot_bytes, plan.threads)
+    layers = (plan.layers[layer],)
+    zeros = make_zeros(target, layers[0].n_accumulators)
+    add_products, write = make_weight_gradients(target, layers), make_write_image_sums(target, layers[0])
+    barrier, block_index = make_barriers(target)[0], make_indices(target)[3]
+    u32, n_ahead, pair_bytes = target.u32, plan.stages - 1, plan.pair_bytes(layer)
+    end = plan.stages * pair_bytes
+
+    @target.intrinsic([], "void")
+    def commit(e):
+        e.copy_commit()
+
+    @target.intrinsic([], "void")
+    def arrived(e):
+        """The pair after those multiplied so far is there, and nobody reads the memory of the one before it."""
+        e.copy_wait(n_ahead - 1)
+        e.fence_async()
+        e.barrier()
+
+    def copy(base, io, stage, slot, last_slot):
+        if slot < last_slot:
+            copy_h(u32(base + stage), io[SAVED], slot)
+            copy_d(u32(base + stage), io[SAVED], slot)
+        commit()
+
+    def next_stage(stage):
+        following = u32(stage + u32(pair_bytes))
+        return u32(0) if following == u32(end) else following
+
+    copy, next_stage = target.device(copy), target.device(next_stage)
+
+    def sum_layer(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate):
+        coming, free = first_slot, u32(0)
+        while coming < u32(first_slot + u32(n_ahead)):
+            copy(base, io, free, coming, last_slot)
+            coming, free = u32(coming + u32(1)), next_stage(free)
+        accumulators, slot, stage = zeros(), first_slot, u32(0)
+        while slot < last_slot:
+            arrived()
+            copy(base, io, free, coming, last_slot)
+            coming, free = u32(coming + u32(1)), next_stage(free)
+            accumulators = add_products(u32(base + stage), accumulators)
+            slot, stage = u32(slot + u32(1)), next_stage(stage)
+        write(accumulators, partial_sums, row_bytes, block_index(), accumulate, io[BAD], io[MARK])
+        barrier()
+
+    return target.device(sum_layer)

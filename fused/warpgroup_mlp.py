@@ -1,0 +1,71 @@
+"""Matrix products of a network by warpgroups: the same three as in `mlp.py`, on wgmma.
+
+A warpgroup's 64 samples are the rows of A in the forward and backward products, 16 a warp, and stay in registers; B is
+the layer's weight tile. In the weight gradient samples are summed over, so both operands come from shared tiles:
+
+    forward          z [64, fan_out] = h W^T          A: h in registers    B: W, k along its columns
+    backward         d' [64, fan_in] = d W            A: d in registers    B: W, transposed
+    weight gradient  dW [64, fan_in] += d^T h         A: d, transposed     B: h, transposed      fan_out = 64
+                     dW^T [64, fan_out] += h^T d      A: h, transposed     B: d, transposed      fan_in = 64
+
+Where dW (or dW^T) has 128 rows, each of two warpgroups sums half of them, over the samples of both.
+"""
+
+from __future__ import annotations
+
+from .fragments import FragmentShape, Target
+from .swizzled_tile import SwizzledTile
+from .wgmma import WARPGROUP, Chain, SharedOperand
+
+WARPGROUP_ROWS = 64
+
+
+def _operand(tile: SwizzledTile, address, row: int, column: int, *, transposed: bool) -> SharedOperand:
+    """The part of a tile that begins at a row (a multiple of 8) and column (a multiple of 16)."""
+    panel, column = divmod(column, tile.panel_columns)
+    offset = tile.offset + panel * tile.panel_bytes + row * tile.stride + 2 * column
+    return SharedOperand(address, offset, tile.stride, tile.panel_bytes, transposed)
+
+
+def make_warpgroup_product(
+    target: Target, weights: SwizzledTile, operand: FragmentShape, result: FragmentShape, *, transposed: bool
+):
+    """product(base, packed): the forward product, or with `transposed` the backward one."""
+
+    @target.intrinsic(["u32", ("u32", operand.n_packed)], ("f32", result.n_elements))
+    def product(e, base, packed):
+        steps = range(operand.columns // 16)
+        a = tuple(packed[4 * k : 4 * k + 4] for k in steps)
+        places = [(16 * k, 0) if transposed else (0, 16 * k) for k in steps]
+        b = tuple(_operand(weights, base, *place, transposed=transposed) for place in places)
+        (sums,) = e.wgmma([Chain(result.columns, a, b)])
+        return sums
+
+    return product
+
+
+def add_products(e, base, layers: list[tuple]) -> list[list]:
+    """Sums + d^T h for (`WeightGradient`, sums) of some layers as one batch: over each warpgroup's own samples, or over
+    all of a tile's where warpgroups share the rows of dW among them."""
+    group, own = e.warpgroup(), {}
+
+    def address_of(step: int):
+        """`step` bytes further for each warpgroup."""
+        if step not in own:
+            own[step] = e.add(base, e.mul(group, step))
+        return own[step]
+
+    chains = []
+    for layer, sums in layers:
+        rows, columns = (layer.h, layer.d) if layer.transposed else (layer.d, layer.h)
+        if layer.warp_rows > WARPGROUP:
+            n_samples, places = rows.rows, (address_of(rows.panel_bytes), base)  # a panel is 64 rows of dW
+        else:
+            n_samples = WARPGROUP_ROWS
+            places = tuple(address_of(WARPGROUP_ROWS * tile.stride) for tile in (rows, columns))
+        a, b = (
+            tuple(_operand(tile, place, s, 0, transposed=True) for s in range(0, n_samples, 16))
+            for tile, place in zip((rows, columns), places, strict=True)
+        )
+        chains.append(Chain(columns.columns, a, b, tuple(sums)))
+    return e.wgmma(chains)

@@ -1,0 +1,170 @@
+"""Phased plans and their images, in the emulator against the reference; compared as in `test_fused_kernels.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from emulation import EmulatedModel, emulator_target
+from test_fused_kernels import GRID, HOPPER, check, data, make_params
+from test_fused_warpgroups import mlp
+
+from numba_tcnn.config import parse_model
+from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault, RaceError
+from numba_tcnn.fused.phased_plan import PhasedPlan, phased_plans
+from numba_tcnn.fused.plan import architecture, gradient_plans
+from numba_tcnn.fused.saved_images import image, make_restore_image, make_save_image, make_signs
+from numba_tcnn.fused.stage_io import GradientOptions
+from numba_tcnn.fused.warpgroup_plan import warpgroup_inference_plans
+from numba_tcnn.specs import ModelSpec
+
+
+def plan_of(spec: ModelSpec, *, encoding_gradient: bool = True) -> PhasedPlan:
+    (plan,) = phased_plans(spec, HOPPER, encoding_gradient=encoding_gradient)
+    return plan
+
+
+def check_phased(spec: ModelSpec, **options: Any) -> None:
+    inference, *_ = warpgroup_inference_plans(spec, HOPPER)
+    check(spec, plan=plan_of(spec), inference_plan=inference, **options)
+
+
+SHAPES = [
+    (128, 16, 128, 128),
+    (64, 16, 128),  # one panel of inputs
+    (16, 3, 128),  # rows of 32 bytes
+    (48, 20, 128),  # a group of 32 columns and one of 16; 32 outputs
+    (80, 48, 128),  # two panels, the second not full
+    (128, 16, 64, 128),  # dW^T of a hidden layer
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: tuple[int, ...]) -> None:
+    check_phased(mlp(*shape), batch=150)
+
+
+def test_five_layers_behind_an_encoding() -> None:
+    """As many images in turn as there are stages, and more."""
+    spec = parse_model(2, 3, GRID, {"otype": "CutlassMLP", "hidden": [128] * 5})
+    check_phased(spec, batch=129)
+
+
+@pytest.mark.parametrize("batch", [1, 31, 257, 128 * 7])
+def test_ragged_batches(batch: int) -> None:
+    """Blocks without a tile, a tile without a whole warpgroup, more pairs of images than stages."""
+    check_phased(mlp(16, 3, 128), batch=batch)
+
+
+@pytest.mark.parametrize("chunk_rows", [128, 256, 384])
+def test_chunks(chunk_rows: int) -> None:
+    check_phased(mlp(32, 3, 128), batch=128 * 4 + 31, chunk_rows=chunk_rows)
+
+
+@pytest.mark.parametrize("activation", ["SiLU", "Sigmoid", "LeakyReLU", "None"])
+def test_what_the_way_back_needs(activation: str) -> None:
+    """Of ReLU signs, elsewhere here; of SiLU its derivative, of the others their output, from the image."""
+    check_phased(mlp(16, 3, 128, 128, activation=activation))
+
+
+def test_padded_hidden_widths() -> None:
+    check_phased(mlp(32, 3, 120, 115, activation="Sigmoid"))
+
+
+def test_given_output_gradients_and_unaligned_inputs() -> None:
+    check_phased(mlp(32, 3, 128), loss=None, misaligned=True)
+
+
+def test_gradients_that_are_not_finite_are_marked(rng: np.random.Generator) -> None:
+    spec = mlp(16, 3, 128)
+    params = make_params(spec, rng)
+    params[: 16 * 128] = 60000.0
+    x, y = data(spec, 40, rng)
+    model = EmulatedModel(spec, params)
+    model.gradient(x, y, plan_of(spec), GradientOptions(table_gradient=False, input_gradient=True))
+    assert model.bad[0] == 1
+
+
+# --------------------------------------------------------------------------------------------- plans
+
+
+def test_they_come_first_on_hopper() -> None:
+    spec = mlp(128, 16, 128, 128, 128, 128)
+    assert isinstance(gradient_plans(spec, HOPPER, encoding_gradient=True)[0], PhasedPlan)
+    assert "phased" in plan_of(spec).describe() and "wgmma" in plan_of(spec).describe()
+    assert plan_of(spec).stages * plan_of(spec).pair_bytes(0) < plan_of(spec).shared_bytes <= HOPPER.shared_per_block
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_chips_have_none(capability: tuple[int, int]) -> None:
+    assert not phased_plans(mlp(128, 16, 128), architecture(capability), encoding_gradient=True)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [mlp(64, 16, 64), mlp(64, 16, 128, 64, 64), mlp(144, 16, 128), mlp(128, 16, *[128] * 7), mlp(64, 144, 128)],
+    ids=str,
+)
+def test_other_shapes_have_none(spec: ModelSpec) -> None:
+    assert not phased_plans(spec, HOPPER, encoding_gradient=True)
+
+
+# -------------------------------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 64, 80, 128])
+def test_images_come_back(columns: int, rng: np.random.Generator) -> None:
+    """And fill their columns, in some order, with what was saved."""
+    target, memory, tile = emulator_target(), GlobalMemory(), image(columns)
+    saved = np.full(3 * tile.n_bytes // 2, 0xFFFF, np.uint16)
+    address = np.uint64(memory.place(saved))
+    packed = tuple(rng.integers(0, 2**15, 128).astype(np.uint32) for _ in range(columns // 4))
+    target.block = Block(memory, 128, 16)
+    make_save_image(target, tile, tile.n_bytes)(address, np.uint32(1), packed)
+    back = make_restore_image(target, tile, tile.n_bytes)(address, np.uint32(1))
+    assert all((a == b).all() for a, b in zip(packed, back, strict=True))
+    written = saved[tile.n_bytes // 2 : tile.n_bytes]
+    expected = np.array(packed).view(np.uint16).ravel()
+    assert sorted(written[written != 0xFFFF]) == sorted(expected)
+    assert (saved[: tile.n_bytes // 2] == 0xFFFF).all() and (saved[tile.n_bytes :] == 0xFFFF).all()
+
+
+def test_signs() -> None:
+    target = emulator_target()
+    target.block = Block(GlobalMemory(), 32, 16)
+    halves = np.array([0, 1, 0x3C00, 0x7BFF, 0x7C00, 0x8000], np.uint32)
+    packed = [np.resize(halves, 32) | np.resize(np.roll(halves, i), 32) << 16 for i in range(32)]
+    signs, ones = make_signs(target, 32)
+    back = ones(signs(packed))
+    for register, one in zip(packed, back, strict=True):
+        values = np.ascontiguousarray(register).view(np.float16)
+        assert (np.ascontiguousarray(one).view(np.float16) == (values > 0)).all()
+
+
+# --------------------------------------------------------------------------------------------- races
+
+
+@pytest.mark.parametrize("left_out", ["fence_async", "barrier", "warp_barrier"])
+def test_races_without(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Emitter, left_out, lambda e: None)
+    with pytest.raises(RaceError):
+        check_phased(mlp(16, 3, 128), batch=140)
+
+
+def test_copies_that_are_not_waited_for_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Emitter.copy_wait
+    monkeypatch.setattr(Emitter, "copy_wait", lambda e, left=None: wait(e, None if left is None else left + 1))
+    with pytest.raises((RaceError, AssertionError)):
+        check_phased(mlp(16, 3, 128), batch=128 * 4)
+
+
+def test_images_are_not_read_as_constants() -> None:
+    """The kernel that reads them has written them."""
+    memory = GlobalMemory()
+    place = np.full(32, memory.place(np.zeros(128, np.uint32)), np.uint64) + 16 * np.arange(32, dtype=np.uint64)
+    e = Emitter(Block(memory, 32, 1024))
+    e.store_global(place, "u32", [e.thread()] * 4)
+    e.copy_async(16 * e.lane(), place, constant=False)
+    with pytest.raises(MemoryFault, match="constant"):
+        e.copy_async(16 * e.lane() + 512, place)
