@@ -41,6 +41,7 @@ class CompiledKernel:
 
     registers         a thread's
     spill_bytes       stored for lack of registers, a thread
+    compile_seconds   of processor time
     local_bytes       local memory of a thread: arrays and spills
     serialized        whether its wgmma wait for one another
     mma_instructions  matrix products of tensor cores (mma, wgmma)

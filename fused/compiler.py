@@ -60,9 +60,8 @@ def compile_kernel(
     known = cache.load(key)
     if known is not None:
         return known
-    start = time.perf_counter()
     try:
-        compiled = _compile(make_body, capability, threads, min_blocks, start)
+        compiled = _compile(make_body, capability, threads, min_blocks)
     except ImportError as error:
         raise CompileError(f"the CUDA toolchain can't be used: {error}") from error
     except Exception as error:  # numba, llvmlite and nvJitLink each raise their own
@@ -72,10 +71,12 @@ def compile_kernel(
     return compiled
 
 
-def _compile(make_body, capability, threads: int, min_blocks: int, start: float) -> CompiledKernel:
+def _compile(make_body, capability, threads: int, min_blocks: int) -> CompiledKernel:
     from . import numba_bridge
 
-    body = make_body(cuda_target(10 * capability[0] + capability[1]))
+    start = time.thread_time()
+    with numba_bridge.compiler_lock:  # closures and intrinsics are shared by kernels: made once, by one thread
+        body = make_body(cuda_target(10 * capability[0] + capability[1]))
     architecture = (*capability, "a") if capability in WITH_OWN_INSTRUCTIONS else capability
     text, entry = numba_bridge.kernel_to_ptx(
         body.name,
@@ -93,7 +94,7 @@ def _compile(make_body, capability, threads: int, min_blocks: int, start: float)
         entry=entry,
         registers=int(_first(r"Used (\d+) registers", log)),
         spill_bytes=int(_first(r"(\d+) bytes spill stores", log)),
-        compile_seconds=time.perf_counter() - start,
+        compile_seconds=time.thread_time() - start,
         local_bytes=int(_first(r"(\d+) bytes stack frame", log)),
         serialized=SERIALIZED in log,
         **count_instructions(text),

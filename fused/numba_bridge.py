@@ -137,16 +137,25 @@ def kernel_to_ptx(
     flat = _kernel_with_flat_parameters(name, function, parameters, n_own, inline)
     signature = tuple(ptx.NUMBA_TYPES[kind] for _, kind in parameters)
     kernel = cuda.jit(flat, lto=False, fastmath=True, launch_bounds=(threads, min_blocks))
-    return jitted_to_ptx(kernel, signature, capability)
+    return jitted_to_ptx(kernel, signature, capability, lean=True)
 
 
-def jitted_to_ptx(kernel, signature: tuple, capability: tuple) -> tuple[str, str]:
-    """(PTX, entry name) of what `cuda.jit` gave, for arguments of these Numba types; calls no driver."""
-    with compiler_lock, _without_device(capability):
-        compiled = _dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)
+def jitted_to_ptx(kernel, signature: tuple, capability: tuple, *, lean: bool = False) -> tuple[str, str]:
+    """(PTX, entry name) of what `cuda.jit` gave, for arguments of these Numba types; calls no driver.
+
+    lean   a kernel of ours, to which `lean_compilation` does justice
+    """
+    from .lean_compilation import lean_compilation  # imports numba-cuda, which has to go through this file first
+
+    with compiler_lock, _without_device(capability), lean_compilation() if lean else contextlib.nullcontext():
+        with mock.patch.object(_codegen.CUDACodeLibrary, "get_asm_str", lambda self, cc=None: ""):
+            compiled = _dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)
         library = compiled._codelibrary
-        text = library.get_lto_ptx() if library._lto else library.get_asm_str()
-    return text.strip("\0"), compiled.entry_name
+        if library._lto:
+            return library.get_lto_ptx().strip("\0"), compiled.entry_name
+        library.llvm_strs  # noqa: B018  (kept by the library, as other threads may not write modules meanwhile)
+    # NVVM needs no lock: other kernels may go through Numba's front end meanwhile
+    return "\n".join(library.get_asm_strs(cc=tuple(capability))), compiled.entry_name
 
 
 def launched_block() -> tuple[int, ...] | None:

@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ..engines import KernelReport
+from ..engines import EngineUnavailable, KernelReport
 from ..layout import n_network_params, n_params
 from ..specs import ModelSpec
 from . import fixed_point, gradient_scale_kernels, optimizer_kernels
+from .ahead import AheadOfCalls
 from .cache import CompiledKernel
-from .compiler import compile_kernel
+from .compiler import compile_kernel, key_of
 from .driver import Device, DeviceBuffer, LoadedKernel
 from .formats import number_format
 from .jobs import CollectJob, GradientScaleJob, Job, KernelSource, OptimizerJob, choose, optimizer_jobs
@@ -59,12 +60,20 @@ class Toolbox:
     """Compiles and loads kernels for one device."""
 
     device: Device
+    ahead: AheadOfCalls = field(default_factory=AheadOfCalls, compare=False)
 
     @property
     def chip(self) -> Architecture:
         return architecture(self.device.properties.capability)
 
     def compile(self, source: KernelSource) -> CompiledKernel:
+        return self.ahead.take(self._key(source)) or self._compile(source)
+
+    def _key(self, source: KernelSource) -> str:
+        capability = self.device.properties.capability
+        return key_of(source.description, capability, threads=source.threads, min_blocks=source.min_blocks)
+
+    def _compile(self, source: KernelSource) -> CompiledKernel:
         return compile_kernel(
             source.make_body,
             source.description,
@@ -72,6 +81,15 @@ class Toolbox:
             threads=source.threads,
             min_blocks=source.min_blocks,
         )
+
+    def start(self, job: Job) -> None:
+        """Begin to compile the job's first candidate; `load_first_that_fits` then finds its kernels."""
+        try:
+            sources = job.sources(job.plans(self.chip)[0])
+        except EngineUnavailable:  # who loads the job will hear of it
+            return
+        for source in sources:
+            self.ahead.start(self._key(source), functools.partial(self._compile, source))
 
     def load(self, source: KernelSource, compiled: CompiledKernel) -> Program:
         body = source.make_body(OUTLINE)
@@ -83,6 +101,7 @@ class Toolbox:
 
     def load_first_that_fits(self, job: Job) -> tuple[object, list[Program]]:
         """(plan, its kernels loaded) of the first candidate of which no kernel spills."""
+        self.start(job)
         plan, kernels = choose(job, self.chip, self.compile)
         return plan, [self.load(source, compiled) for source, compiled in kernels]
 

@@ -61,7 +61,7 @@ def made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     made: list[int] = []
 
-    def stand_in(make_body: Callable, capability, threads: int, min_blocks: int, start: float) -> cache.CompiledKernel:
+    def stand_in(make_body: Callable, capability, threads: int, min_blocks: int) -> cache.CompiledKernel:
         made.append(threads)
         spills = min_blocks > 1 and not make_body.__qualname__.startswith(NEVER_SPILL)
         return replace(KERNEL, spill_bytes=1000 if spills else 0)

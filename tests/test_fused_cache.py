@@ -82,7 +82,7 @@ def test_keys_depend_on_everything_that_changes_code(monkeypatch: pytest.MonkeyP
 def test_launch_bounds_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def compile_for_real(make_body, capability, threads, min_blocks, start):
+    def compile_for_real(make_body, capability, threads, min_blocks):
         made.append((threads, min_blocks))
         return replace(KERNEL, registers=len(made))
 
