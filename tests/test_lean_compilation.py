@@ -29,8 +29,8 @@ def jobs() -> dict[str, Job]:
 
 
 def instructions_of(job: Job) -> Counter[str]:
-    """Those of the job's first kernel. In which order NVVM lays out blocks, and so which way round it compares and joins
-    comparisons, depends on the names of functions, which no two compilations share."""
+    """Those of the job's first kernel. In which order NVVM lays out blocks, and so which way round it compares and
+    joins comparisons, depends on the names of functions, which no two compilations share."""
     source = job.sources(job.plans(architecture(CAPABILITY))[0])[0]
     body = source.make_body(cuda_target(10 * CAPABILITY[0] + CAPABILITY[1]))
     text, _ = numba_bridge.kernel_to_ptx(
