@@ -680,15 +680,19 @@ class Emitter:
         view, cells, active = self._global(address, 8, 0, WRITTEN)
         np.add.at(view.view(np.uint64), cells[active, 0] // 8, self._wide(value, np.uint64)[active])
 
-    def copy_async(self, shared_address, global_address, offset=0, *, where=None, constant=True):
+    def copy_async(self, shared_address, global_address, offset=0, *, n_bytes=16, where=None, constant=True):
         reads = np.broadcast_to(True if where is None else where, self.block_state.mask.shape)
         with self.when(reads):
-            view, cells, _ = self._global(global_address, 16, 0, READ_AS_CONSTANT if constant else READ)
+            view, cells, _ = self._global(global_address, n_bytes, 0, READ_AS_CONSTANT if constant else READ)
         active = self.block_state.mask
         addresses = self._wide(shared_address, np.int64) + offset
         threads = self.block_state.threads[active]
-        self.block_state.shared.check_write(addresses[active], 16, threads)
+        self.block_state.shared.check_write(addresses[active], n_bytes, threads)
         self.block_state.pending_copies.append((view, cells[active], reads[active], addresses[active], threads))
+
+    def copy_async_of(self, shared_address, global_address, offset, *, flip, item, further, stride, n_bytes):
+        source = self.address_by(global_address, self.add(item, further), stride)
+        self.copy_async(self.xor(shared_address, flip), source, offset, n_bytes=n_bytes)
 
     def copy_commit(self):
         self.block_state.pending_groups.append(list(self.block_state.pending_copies))
@@ -701,7 +705,7 @@ class Emitter:
         groups = block.pending_groups
         while len(groups) > (groups_left or 0):
             for view, source, reads, addresses, threads in groups.pop(0):
-                cells = block.shared.check_write(addresses, 16, threads)
+                cells = block.shared.check_write(addresses, source.shape[1], threads)
                 values = np.zeros(source.shape, np.uint8)
                 values[reads] = view[source[reads]]
                 block.shared.cells[cells] = values.view(np.uint16)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..specs import ModelSpec
+from .copied_features import distance_of_tiles, make_copied_features
 from .encoding_stage import make_encode, make_encode_backward
 from .fragments import (
     FragmentShape,
@@ -35,6 +36,7 @@ from .mlp import (
     make_backward_product,
     make_block_sum,
     make_weight_gradients,
+    make_weight_gradients_from,
     make_write_partial_sums,
     n_accumulators,
 )
@@ -73,15 +75,41 @@ def make_first_row_of(target: Target, plan: KernelPlan) -> Callable:
     return target.device(first_row_of)
 
 
+def make_features(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> tuple[Callable, Callable, Callable]:
+    """(begin, take, end) as of `make_copied_features`, for the plan's way: copied ahead, or encoded into the x tile."""
+    if plan.copied_ahead:
+        begin, take_copied, end = make_copied_features(target, spec, plan)
+
+        def take(base, shift, io, first_row, following):
+            return take_copied(base, shift, io, following)
+
+        return begin, target.device(take), end
+    _, warp_barrier, _ = make_barriers(target)
+    encode = make_encode(target, spec, plan, options)
+    load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
+
+    def begin(base, io, first_row):
+        return
+
+    def take(base, shift, io, first_row, following):
+        encode(base, io, first_row)
+        warp_barrier()
+        return load_x(base)
+
+    def end(base):
+        return
+
+    return target.device(begin), target.device(take), target.device(end)
+
+
 def make_inference_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, options: InferenceOptions) -> KernelBody:
     """y = network(encoding(x)) for all samples, `out` [batch, n_output_dims] being where `io` has targets."""
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
     _, warp_barrier, _ = make_barriers(target)
     block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
-    encode = make_encode(target, spec, plan, options)
+    begin, take_x, end = make_features(target, spec, plan, options)
     x_shape = FragmentShape(plan.rows, plan.x.columns)
-    load_x = make_load_fragment(target, plan.x, x_shape)
     first_row_of, u32, n_out = make_first_row_of(target, plan), target.u32, spec.n_output_dims
     if spec.network is None:
         store_y, unpack = make_store_matrix(target, x_shape, options.output_dtype), make_unpack(target, x_shape)
@@ -100,16 +128,16 @@ def make_inference_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
 
     def inference(n_tiles, io):
         base = shared_base()
-        load_all(base, io)
         tile, step = u32(block_index()), u32(n_blocks())
+        begin(base, io, first_row_of(tile))
+        load_all(base, io)
         while tile < n_tiles:
             first_row = first_row_of(tile)
-            encode(base, io, first_row)
-            warp_barrier()
-            y = network(base, io, load_x(base))
+            y = network(base, io, take_x(base, u32(0), io, first_row, first_row_of(u32(tile + step))))
             store_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], u32(n_out), y)
             warp_barrier()
             tile = u32(tile + step)
+        end(base)
 
     return KernelBody("inference", inference, (("n_tiles", "u32"),), IO_PARAMETERS)
 
@@ -120,12 +148,10 @@ def make_single_gradient_kernel(
     """Encode, forward, loss, backward and scatter; dW stays in registers to the end, then goes to the block's row."""
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
-    _, warp_barrier, _ = make_barriers(target)
     before_weight_gradients, after_weight_gradients = make_exchange(target, plan.exchange)
     block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
     load_all, need = make_load_weights(target, plan, layer_offsets(spec))
-    encode = make_encode(target, spec, plan, options)
-    load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
+    begin, take_x, end = make_features(target, spec, plan, options)
     h_keepers, d_keepers = (
         [
             make_tile_keeper(
@@ -137,7 +163,7 @@ def make_single_gradient_kernel(
     )
     network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
     zeros = make_zeros(target, n_accumulators(plan.layers))
-    weight_gradients = make_weight_gradients(target, plan.layers)
+    weight_gradients = make_weight_gradients_from(target, plan.layers)
     write = make_write_partial_sums(target, plan.layers)
     block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
     first_row_of, u32, f32 = make_first_row_of(target, plan), target.u32, target.f32
@@ -146,23 +172,26 @@ def make_single_gradient_kernel(
         make_prefetch(target, spec, plan, options) if plan.swizzled else target.device(lambda io, first_row: None)
     )
 
+    distance = distance_of_tiles(plan)
+
     def gradient(n_tiles, partial_sums, row_bytes, losses, io):
         base = shared_base()
+        tile, step, shift = u32(block_index()), u32(n_blocks()), u32(0)
+        begin(base, io, first_row_of(tile))
         load_all(base, io)
         accumulators, total = zeros(), f32(0)
-        tile, step = u32(block_index()), u32(n_blocks())
         while tile < n_tiles:
-            first_row = first_row_of(tile)
-            prefetch(io, first_row_of(u32(tile + step)))
-            encode(base, io, first_row)
-            warp_barrier()
-            d, value = network(base, io, u32(0), first_row, load_x(base))
+            first_row, following = first_row_of(tile), first_row_of(u32(tile + step))
+            prefetch(io, following)
+            x = take_x(base, shift, io, first_row, following)
+            d, value = network(base, io, u32(0), first_row, x)
             total = total + value
             encoding_backward(base, io, first_row, d)
             before_weight_gradients()
-            accumulators = weight_gradients(base, accumulators)
+            accumulators = weight_gradients(base, u32(base + shift), accumulators)
             after_weight_gradients()
-            tile = u32(tile + step)
+            tile, shift = u32(tile + step), u32(u32(distance) - shift)
+        end(base)
         write(base, accumulators, partial_sums, partial_sums, row_bytes, block_index(), u32(0), io[BAD], io[MARK])
         store_loss(losses, block_index(), block_sum(base, total))
 

@@ -20,6 +20,7 @@ from ..specs import CompositeOptimizerSpec, ModelSpec, OptimizerSpec
 from . import fuser, gradient_scale_kernels, level_kernels, optimizer_kernels
 from .cache import CompiledKernel
 from .compiler import MAX_SPILL_BYTES, CompileError
+from .copied_features import with_features_copied
 from .fragments import Target
 from .gradient_scale_kernels import make_largest_gradient_kernel, make_write_scales_kernel
 from .layer_jobs import layered_kernels
@@ -145,7 +146,8 @@ class InferenceJob:
     def plans(self, chip: Architecture) -> list[KernelPlan | LayeredPlan]:
         if self.spec.network is None:
             return inference_plans(self.spec, chip, self.dtype)
-        return _then_layer_by_layer(inference_plans, layered_inference_plans, self.spec, chip, self.dtype)
+        plans = _then_layer_by_layer(inference_plans, layered_inference_plans, self.spec, chip, self.dtype)
+        return with_features_copied(plans, self.spec, chip, self.options)
 
     def sources(self, plan: KernelPlan | LayeredPlan) -> list[KernelSource]:
         if isinstance(plan, LayeredPlan):
@@ -172,7 +174,8 @@ class GradientJob:
         if self.spec.network is None:
             return [encoding_gradient_plan(self.spec, chip, self.dtype)]
         fused = functools.partial(gradient_plans, encoding_gradient=self.options.encoding_gradient)
-        return _then_layer_by_layer(fused, self._layered_plans, self.spec, chip, self.dtype)
+        plans = _then_layer_by_layer(fused, self._layered_plans, self.spec, chip, self.dtype)
+        return with_features_copied(plans, self.spec, chip, self.options)
 
     def _layered_plans(self, spec: ModelSpec, chip: Architecture, dtype: str) -> list[LayeredPlan]:
         """A luminance is that of the first columns, so a block must have all of its rows' columns."""

@@ -15,11 +15,16 @@ from dataclasses import dataclass
 
 from ..layout import GridLevel, grid_levels
 from ..specs import GridSpec, ModelSpec
+from .copied_features import with_features_copied
 from .plan import Architecture, KernelPlan, inference_plans, single_plans
 from .planes import network_behind_planes
+from .stage_io import InferenceOptions
 
 TURNS_AT_ONCE = 2
 """Samples that a thread has in hand, so that the gathers of one hide those of the other."""
+
+PLANES_IN = InferenceOptions("float16", True)
+"""How the network's kernel reads features."""
 
 THREADS = (1024, 512, 256)
 COPY_BYTES = 16
@@ -82,7 +87,8 @@ def can_split(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> bo
 
 def level_split_inference_plans(spec: ModelSpec, chip: Architecture) -> list[LevelSplitPlan]:
     """Candidates, best first."""
-    networks = inference_plans(network_behind_planes(spec), chip)
+    behind = network_behind_planes(spec)
+    networks = with_features_copied(inference_plans(behind, chip), behind, chip, PLANES_IN)
     return [
         LevelSplitPlan(_encode_plans(spec.encoding, chip, threads), network)
         for network in networks
@@ -93,7 +99,8 @@ def level_split_inference_plans(spec: ModelSpec, chip: Architecture) -> list[Lev
 def level_split_gradient_plans(spec: ModelSpec, chip: Architecture) -> list[LevelSplitPlan]:
     """Candidates, best first; none where the network has no single kernel."""
     grid: GridSpec = spec.encoding
-    networks = single_plans(network_behind_planes(spec), chip, encoding_gradient=True)
+    behind = network_behind_planes(spec)
+    networks = with_features_copied(single_plans(behind, chip, encoding_gradient=True), behind, chip, PLANES_IN)
     return [
         LevelSplitPlan(_encode_plans(grid, chip, threads), network, _gradient_plans(grid, chip, threads))
         for network in networks

@@ -187,11 +187,22 @@ def n_accumulators(layers: tuple[WeightGradient, ...]) -> int:
 @functools.cache
 def make_weight_gradients(target: Target, layers: tuple[WeightGradient, ...]):
     """add(base, accumulators) -> accumulators + d^T h (and d^T 1) of every layer, over the samples now in the tiles."""
+    add_from = make_weight_gradients_from(target, layers)
+
+    def add_weight_gradients(base, accumulators):
+        return add_from(base, base, accumulators)
+
+    return target.device(add_weight_gradients)
+
+
+@functools.cache
+def make_weight_gradients_from(target: Target, layers: tuple[WeightGradient, ...]):
+    """add(base, base_of_first, accumulators): the same, where the first layer's h counts from `base_of_first`."""
     count = n_accumulators(layers)
     number_format, planes = target.format, range(target.format.n_planes)
 
-    @target.intrinsic(["u32", ("f32", count)], ("f32", count))
-    def add_weight_gradients(e, base, accumulators):
+    @target.intrinsic(["u32", "u32", ("f32", count)], ("f32", count))
+    def add_weight_gradients(e, base, base_of_first, accumulators):
         spans, first = [], 0
         for layer in layers:
             spans.append(slice(first, first + layer.n_accumulators))
@@ -199,7 +210,10 @@ def make_weight_gradients(target: Target, layers: tuple[WeightGradient, ...]):
         results = list(accumulators)
         by_warpgroups = [(layer, span) for layer, span in zip(layers, spans, strict=True) if layer.by_warpgroups]
         if by_warpgroups:
-            sums = add_products(e, base, [(layer, results[span]) for layer, span in by_warpgroups])
+            chains = [
+                (layer, results[span], base_of_first if layer is layers[0] else base) for layer, span in by_warpgroups
+            ]
+            sums = add_products(e, base, chains)
             for (_, span), values in zip(by_warpgroups, sums, strict=True):
                 results[span] = values
         for layer, span in zip(layers, spans, strict=True):
@@ -207,7 +221,8 @@ def make_weight_gradients(target: Target, layers: tuple[WeightGradient, ...]):
                 continue
             first_row, _, first_column, _, sample_part = layer.place(e)
             samples = layer.d.rows // layer.sample_parts
-            d_address, h_address = layer.d.crossed(e, base), layer.h.straight(e, base)
+            d_address = layer.d.crossed(e, base)
+            h_address = layer.h.straight(e, base_of_first if layer is layers[0] else base)
             if layer.warp_rows > 1:
                 d_address = e.add(d_address, layer.d.column_blocks(e, first_row))
             if layer.warp_columns > 1:

@@ -106,6 +106,9 @@ class KernelPlan:
     x, dx              tiles of the encoding's output and of its gradient ([tile_rows, encoding_width])
     h, d               tiles of hidden outputs h_1..h_n and of gradients of z_1..z_n, z_out (single plans)
     layers             who sums dW (single: all layers; weight gradient: one layer)
+    copied_ahead       whether features are copied to the x tile as they stand, asynchronously and a tile ahead
+                       (copied_features.py)
+    next_x             x's twin (single plans, copied ahead): while dW is summed from one, the other fills
     remembers_in_registers   whether what the way back needs of hidden layers stays in registers (single plans), or is
                        read from its tile again
     layer_offset       weight gradient: index of the first layer of this shape; the grid's y index counts from it
@@ -124,6 +127,8 @@ class KernelPlan:
     layers: tuple[WeightGradient, ...] = ()
     remembers_in_registers: bool = False
     dtype: str = "float16"
+    copied_ahead: bool = False
+    next_x: AnyTile | None = None
 
     @property
     def swizzled(self) -> bool:
@@ -151,7 +156,7 @@ class KernelPlan:
     @property
     def tiles(self) -> tuple[AnyTile, ...]:
         weights = self.weights.weights if self.weights else ()
-        return (*weights, *(t for t in (self.x, self.dx) if t), *self.h, *self.d)
+        return (*weights, *(t for t in (self.x, self.next_x, self.dx) if t), *self.h, *self.d)
 
     @property
     def shared_bytes(self) -> int:
@@ -176,6 +181,8 @@ class KernelPlan:
             text += ", weights streamed"
         if self.swizzled:
             text += ", wgmma"
+        if self.copied_ahead:
+            text += ", features copied ahead"
         return text
 
 

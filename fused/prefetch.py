@@ -18,8 +18,8 @@ SIZES = {"float32": 4, "float16": 2}
 
 
 def make_prefetch(target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions) -> Callable:
-    """prefetch(io, first_row): this warp's rows of x and y, from `first_row` of the batch on; past the batch, its last
-    row."""
+    """prefetch(io, first_row): this warp's rows of y, and of x unless that is copied ahead, from `first_row` of the
+    batch on; past the batch, its last row."""
     is_planes = isinstance(spec.encoding, PlanesSpec)
     x_bytes = spec.n_input_dims * SIZES[options.input_dtype]
     y_bytes = spec.n_output_dims * SIZES[options.target_dtype]
@@ -36,7 +36,9 @@ def make_prefetch(target: Target, spec: ModelSpec, plan: KernelPlan, options: Gr
 
     @target.intrinsic(["u64", "u32", "u64", "u32", "u32", "u32"], "void")
     def prefetch_tile(e, x, x_stride, y, y_stride, batch, first_row):
-        if is_planes:
+        if plan.copied_ahead:
+            pass
+        elif is_planes:
             row = e.minimum(first_row, e.sub(batch, 1))
             for first in range(0, spec.encoding.n_levels, 32):
                 level = e.minimum(e.add(e.lane(), first), spec.encoding.n_levels - 1)

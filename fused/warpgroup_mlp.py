@@ -45,24 +45,29 @@ def make_warpgroup_product(
 
 
 def add_products(e, base, layers: list[tuple]) -> list[list]:
-    """Sums + d^T h for (`WeightGradient`, sums) of some layers as one batch: over each warpgroup's own samples, or over
-    all of a tile's where warpgroups share the rows of dW among them."""
+    """Sums + d^T h for (`WeightGradient`, sums, base that h's tile counts from) of some layers as one batch: over each
+    warpgroup's own samples, or over all of a tile's where warpgroups share the rows of dW. d counts from `base`."""
     group, own = e.warpgroup(), {}
 
-    def address_of(step: int):
+    def address_of(start, step: int):
         """`step` bytes further for each warpgroup."""
-        if step not in own:
-            own[step] = e.add(base, e.mul(group, step))
-        return own[step]
+        if (id(start), step) not in own:
+            own[id(start), step] = e.add(start, e.mul(group, step))
+        return own[id(start), step]
 
     chains = []
-    for layer, sums in layers:
+    for layer, sums, base_of_h in layers:
         rows, columns = (layer.h, layer.d) if layer.transposed else (layer.d, layer.h)
+        starts = (base_of_h, base) if layer.transposed else (base, base_of_h)
         if layer.warp_rows > WARPGROUP:
-            n_samples, places = rows.rows, (address_of(rows.panel_bytes), base)  # a panel is 64 rows of dW
+            n_samples = rows.rows
+            places = address_of(starts[0], rows.panel_bytes), starts[1]  # a panel is 64 rows of dW
         else:
             n_samples = WARPGROUP_ROWS
-            places = tuple(address_of(WARPGROUP_ROWS * tile.stride) for tile in (rows, columns))
+            places = tuple(
+                address_of(start, WARPGROUP_ROWS * tile.stride)
+                for start, tile in zip(starts, (rows, columns), strict=True)
+            )
         a, b = (
             tuple(_operand(tile, place, s, 0, transposed=True) for s in range(0, n_samples, 16))
             for tile, place in zip((rows, columns), places, strict=True)

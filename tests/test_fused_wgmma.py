@@ -79,7 +79,8 @@ def test_weight_gradients(fan_out: int, fan_in: int, rng: np.random.Generator) -
     rows, columns = (fan_in, fan_out) if layer.transposed else (fan_out, fan_in)
     old = rng.integers(-9, 9, (2, rows, columns))
     e = Emitter(block)
-    (sums,) = add_products(e, np.zeros(256, np.uint32), [(layer, list(fragment(old.reshape(128, columns))))])
+    base = np.zeros(256, np.uint32)
+    (sums,) = add_products(e, base, [(layer, list(fragment(old.reshape(128, columns))), base)])
     for group in range(2):
         own = slice(64 * group, 64 * group + 64)
         expected = gradients[own].T @ inputs[own]
