@@ -423,6 +423,15 @@ class Emitter:
             low, high = (self._wide(v, np.float32).astype(np.float16).view(np.uint16) for v in (low, high))
         return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
 
+    def pack_positive_half2(self, low, high):
+        return self.pack_half2(*(np.where(self._wide(v, np.float32) <= 0, np.float32(0), v) for v in (low, high)))
+
+    def where_positive_half2(self, values, gates):
+        products = (
+            value * (gate > 0) for value, gate in zip(self.unpack_half2(values), self.unpack_half2(gates), strict=True)
+        )
+        return self.pack_half2(*(np.float32(product) for product in products))
+
     def unpack_half2(self, packed):
         packed = self._wide(packed, np.uint32)
         halves = ((packed >> np.uint32(shift)).astype(np.uint16).view(np.float16) for shift in (0, 16))

@@ -21,6 +21,7 @@ from .fragments import FragmentShape, Target, make_load_columns, make_mask, make
 from .keepers import Keeper
 from .losses import make_loss, make_luminance, needs_luminance
 from .mlp import make_backward_product, make_forward_product
+from .packed_activations import make_pack_gradient, make_pack_output
 from .plan import KernelPlan, keeps_gate
 from .stage_io import BATCH, DENSITY, DENSITY_STRIDE, PARAMETERS, SCALES, Y_STRIDE, GradientOptions, Y
 from .tiles import make_barriers, make_load_tile, make_publish_weights
@@ -193,24 +194,20 @@ def make_hidden_layer(
     shape = FragmentShape(plan.rows, tile.rows)
     forward = make_forward_product(target, tile, plan.rows)
     backward = make_backward_product(target, next_tile, plan.rows)
-    pack, unpack, map_values = make_pack(target, shape), make_unpack(target, shape), target.map_fragment
     name = spec.network.activation
-    activation, gate, apply_derivative = (
-        make_activation(target, name),
-        make_gate(target, name),
-        make_apply_derivative(target, name),
-    )
     need_this, need_next = need[layer], need[layer + 1]
     keep_h, recall_h, keep_d, recall_d = h_keeper.keep, h_keeper.recall, d_keeper.keep, d_keeper.recall
     clear, add_bias = make_clear_padding(target, spec, layer, shape), make_add_bias(target, spec, layer, shape)
-    multiply = make_multiply(target)
+    pack_output = make_pack_output(target, name, shape, clear)
 
     if keeps_gate(spec):
+        pack, unpack, map_values = make_pack(target, shape), make_unpack(target, shape), target.map_fragment
+        gate, multiply = make_gate(target, name), make_multiply(target)
 
         def hidden(base, io, slot, first_row, h_in):
             need_this(base, io)
             z = add_bias(io, forward(base, h_in))
-            h = pack(clear(map_values(activation, z)))
+            h = pack_output(z)
             keep_h(base, io, slot, h)
             slope = pack(map_values(gate, z))
             kept = keep_d(base, io, slot, slope)  # phi' waits where d will stand
@@ -222,15 +219,16 @@ def make_hidden_layer(
             return d, total
 
     else:
+        pack_gradient = make_pack_gradient(target, name, shape, clear)
 
         def hidden(base, io, slot, first_row, h_in):
             need_this(base, io)
-            h = pack(clear(map_values(activation, add_bias(io, forward(base, h_in)))))
+            h = pack_output(add_bias(io, forward(base, h_in)))
             kept = keep_h(base, io, slot, h)
             d_next, total = inner(base, io, slot, first_row, h)
             need_next(base, io)
             g = backward(base, d_next)
-            d = pack(clear(map_values(apply_derivative, g, unpack(recall_h(base, io, slot, kept)))))
+            d = pack_gradient(g, recall_h(base, io, slot, kept))
             keep_d(base, io, slot, d)
             return d, total
 
@@ -260,26 +258,23 @@ def make_network_forward(target: Target, spec: ModelSpec, plan: KernelPlan, need
         tile = plan.weights.weights[layer]
         last = layer == len(spec.layer_shapes) - 1
         name = spec.network.output_activation if last else spec.network.activation
-        forward, activation = make_forward_product(target, tile, plan.rows), make_activation(target, name)
-        need_this, map_values = need[layer], target.map_fragment
+        forward, need_this = make_forward_product(target, tile, plan.rows), need[layer]
         shape = FragmentShape(plan.rows, tile.rows)
         add_bias = make_add_bias(target, spec, layer, shape)
         if last:
+            activation, map_values = make_activation(target, name), target.map_fragment
 
             def output(base, io, h):
                 need_this(base, io)
                 return map_values(activation, add_bias(io, forward(base, h)))
 
             return target.device(output)
-        inner, pack, clear = (
-            make_layer(layer + 1),
-            make_pack(target, shape),
-            make_clear_padding(target, spec, layer, shape),
-        )
+        inner = make_layer(layer + 1)
+        pack_output = make_pack_output(target, name, shape, make_clear_padding(target, spec, layer, shape))
 
         def hidden(base, io, h):
             need_this(base, io)
-            return inner(base, io, pack(clear(map_values(activation, add_bias(io, forward(base, h))))))
+            return inner(base, io, pack_output(add_bias(io, forward(base, h))))
 
         return target.device(hidden)
 

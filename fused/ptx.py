@@ -220,6 +220,17 @@ class Emitter:
             vector = self.builder.insert_element(vector, self.builder.fptrunc(value, F16), I32(i))
         return self.builder.bitcast(vector, I32)
 
+    def pack_positive_half2(self, low, high):
+        """`pack_half2` of what is larger than 0, else 0 (sm_80); NaN stays NaN."""
+        return self.asm([I32], "cvt.rn.relu.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], pure=True)
+
+    def where_positive_half2(self, values, gates):
+        """Two float16 times 1 where the other two are larger than 0, subnormal numbers too, else times 0."""
+        text = (
+            "{ .reg .b32 zero, gate; mov.b32 zero, 0; set.gt.f16x2.f16x2 gate, $2, zero; mul.rn.f16x2 $0, $1, gate; }"
+        )
+        return self.asm([I32], text, "=r,r,r", [values, gates], pure=True)
+
     def unpack_half2(self, packed):
         """Two float16 to two float32. Opaque to LLVM, which would turn a later comparison with 0 into one of float16,
         where fast mathematics takes subnormal numbers for 0."""
