@@ -2,7 +2,7 @@
 
 Inputs of a bare float16 network, and planes, need no arithmetic. So while a warp works on its samples of one tile,
 those of its next are on their way, past the registers (cp.async). A single plan has two x tiles that take turns, as dW
-is summed from one until the tile's end; inference reads a tile once and needs no second.
+is summed from one until the tile's end; inference and phased plans read a tile once and need no second.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ def with_features_copied(
 
 
 def _copied(plan, chip: Architecture) -> list[KernelPlan]:
-    if type(plan) is not KernelPlan or not plan.swizzled or plan.kind not in ("single", "inference"):
+    if not isinstance(plan, KernelPlan) or not plan.swizzled:
         return []
-    if plan.kind == "inference":
+    if plan.kind == "inference" or (plan.kind == "phased" and plan.dx is None):
         return [replace(plan, copied_ahead=True)]
+    if plan.kind != "single":
+        return []
     offset = round_up(max(tile.end for tile in plan.tiles), SWIZZLE_ALIGNMENT)
     twin = SwizzledTile("next x", plan.x.rows, plan.x.columns, offset)
     copied = replace(plan, copied_ahead=True, next_x=twin)

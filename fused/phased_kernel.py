@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..specs import ModelSpec
-from .encoding_stage import make_encode
-from .fragments import FragmentShape, Target, make_zeros
-from .fuser import make_features_backward, make_first_row_of, make_store_loss
+from .fragments import Target, make_zeros
+from .fuser import make_features, make_features_backward, make_first_row_of, make_store_loss
 from .mlp import make_block_sum, make_weight_gradients
 from .network_stage import make_load_weights, make_network_gradient
 from .phased_plan import GROUPS, PhasedPlan
@@ -22,7 +21,7 @@ from .saved_images import (
     slot_images,
 )
 from .stage_io import BAD, IO_PARAMETERS, MARK, SAVED, GradientOptions, KernelBody
-from .tiles import make_aligned_base, make_barriers, make_divide_by, make_indices, make_load_fragment
+from .tiles import make_aligned_base, make_barriers, make_divide_by, make_indices
 
 
 def make_phased_gradient_kernel(
@@ -34,15 +33,17 @@ def make_phased_gradient_kernel(
     shared_base = make_aligned_base(target, plan.shared_alignment)
     barrier, block_index, n_blocks = make_barriers(target)[0], make_indices(target)[3], make_indices(target)[5]
     load_all, _ = make_load_weights(target, plan, layer_offsets(spec))
-    propagate = _make_propagate(target, spec, plan, options)
+    begin, take_x, end = make_features(target, spec, plan, options)
+    propagate, first_row_of = _make_propagate(target, spec, plan, options, take_x), make_first_row_of(target, plan)
     sum_layers = _make_sum_layers(target, spec, plan)
     block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
     u32, f32, divide = target.u32, target.f32, make_divide_by(target)
 
     def gradient(n_tiles, partial_sums, row_bytes, accumulate, losses, io):
         base = shared_base()
-        load_all(base, io)
         total, tile, step = f32(0), u32(block_index()), u32(n_blocks())
+        begin(base, io, first_row_of(tile))
+        load_all(base, io)
         tiles_a_block = divide(u32(u32(n_tiles + step) - u32(1)), step)[0]
         first_slot = u32(u32(tile * tiles_a_block) * u32(GROUPS))
         slot = first_slot
@@ -50,6 +51,7 @@ def make_phased_gradient_kernel(
             total = total + propagate(base, io, slot, tile, step)
             slot = u32(slot + u32(GROUPS))
             tile = u32(tile + step)
+        end(base)
         barrier()
         sum_layers(base, io, first_slot, slot, partial_sums, row_bytes, accumulate)
         store_loss(losses, block_index(), block_sum(base, total))
@@ -64,13 +66,13 @@ def make_phased_gradient_kernel(
     return KernelBody("phased_gradient", gradient, parameters, IO_PARAMETERS)
 
 
-def _make_propagate(target: Target, spec: ModelSpec, plan: PhasedPlan, options: GradientOptions) -> Callable:
+def _make_propagate(
+    target: Target, spec: ModelSpec, plan: PhasedPlan, options: GradientOptions, take_x: Callable
+) -> Callable:
     """propagate(base, io, first_slot, tile, step) -> sum of this thread's loss values. A warpgroup saves what belongs
     to its samples of the tile in a slot of its own, from `first_slot` on; `step` tiles further is the block's next."""
     _, warp_barrier, _ = make_barriers(target)
     _, need = make_load_weights(target, plan, layer_offsets(spec))
-    encode = make_encode(target, spec, plan, options)
-    load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
     h_images, d_images, slot_bytes = slot_images(spec)
     by_sign = spec.network.activation in KNOWN_BY_SIGN and not keeps_gate(spec)
     make_h_keeper = make_sign_keeper if by_sign else make_image_keeper
@@ -87,12 +89,10 @@ def _make_propagate(target: Target, spec: ModelSpec, plan: PhasedPlan, options: 
         return e.warpgroup()
 
     def propagate(base, io, first_slot, tile, step):
-        first_row = first_row_of(tile)
+        first_row, following = first_row_of(tile), first_row_of(u32(tile + step))
         slot = u32(first_slot + warpgroup())
-        prefetch(io, first_row_of(u32(tile + step)))
-        encode(base, io, first_row)
-        warp_barrier()
-        x = load_x(base)
+        prefetch(io, following)
+        x = take_x(base, u32(0), io, first_row, following)
         keep_x(base, io, slot, x)
         d, total = network(base, io, slot, first_row, x)
         warp_barrier()

@@ -128,8 +128,8 @@ def make_sign_keeper(target: Target, tile: SwizzledTile, slot_bytes: int) -> Kee
 
 @functools.cache
 def make_signs(target: Target, n_packed: int):
-    """(signs, ones): signs(packed) -> a bit an element, whether it is more than 0, where none is less;
-    ones(signs) -> packed, 1 where it is, else 0."""
+    """(signs, ones): signs(packed) -> a bit an element, whether it is more than 0, where none is less and none has a
+    sign; ones(signs) -> packed, the smallest number above 0 where it is, else 0."""
     n_words = -(-n_packed // 16)
 
     @target.intrinsic([("u32", n_packed)], ("u32", n_words))
@@ -137,17 +137,16 @@ def make_signs(target: Target, n_packed: int):
         words = []
         for first in range(0, n_packed, 16):
             word = e.u32(0)
-            for i, register in enumerate(packed[first : first + 16]):
-                # without its sign, any number but 0 carries into the sign bit
-                positive = e.and_(e.add(e.and_(register, 0x7FFF7FFF), 0x7FFF7FFF), 0x80008000)
-                word = e.or_(word, e.shr(positive, i))
+            for register in packed[first : first + 16]:
+                carried = e.add(register, 0x7FFF7FFF)  # any number but 0 carries into the sign bit
+                word = e.or_(e.and_(e.shr(word, 1), 0x7FFF7FFF), e.and_(carried, 0x80008000))
+            word = e.shr(word, 16 - len(packed[first : first + 16]))
             words.append(e.settle(word))  # else each bit's register would be kept in place of the word
         return words
 
     @target.intrinsic([("u32", n_words)], ("u32", n_packed))
     def ones(e, words):
-        bits = (e.and_(e.shr(words[i // 16], 15 - i % 16), 0x00010001) for i in range(n_packed))
-        return [e.mul(bit, 0x3C00) for bit in bits]
+        return [e.and_(e.shr(words[i // 16], i % 16), 0x00010001) for i in range(n_packed)]
 
     return signs, ones
 

@@ -130,16 +130,18 @@ def test_images_come_back(columns: int, rng: np.random.Generator) -> None:
     assert (saved[: tile.n_bytes // 2] == 0xFFFF).all() and (saved[tile.n_bytes :] == 0xFFFF).all()
 
 
-def test_signs() -> None:
+@pytest.mark.parametrize("n_packed", [4, 8, 16, 24, 32])
+def test_signs(n_packed: int) -> None:
     target = emulator_target()
     target.block = Block(GlobalMemory(), 32, 16)
-    halves = np.array([0, 1, 0x3C00, 0x7BFF, 0x7C00, 0x8000], np.uint32)
-    packed = [np.resize(halves, 32) | np.resize(np.roll(halves, i), 32) << 16 for i in range(32)]
-    signs, ones = make_signs(target, 32)
+    halves = np.array([0, 1, 0x3C00, 0x7BFF, 0x7C00, 0x7FFF], np.uint32)  # what ReLU gives, up to infinity and NaN
+    packed = [np.resize(halves, 32) | np.resize(np.roll(halves, i), 32) << 16 for i in range(n_packed)]
+    signs, ones = make_signs(target, n_packed)
     back = ones(signs(packed))
+    assert len(back) == n_packed
     for register, one in zip(packed, back, strict=True):
-        values = np.ascontiguousarray(register).view(np.float16)
-        assert (np.ascontiguousarray(one).view(np.float16) == (values > 0)).all()
+        bits = np.ascontiguousarray(register).view(np.uint16)
+        assert ((np.ascontiguousarray(one).view(np.float16) > 0) == (bits > 0)).all()
 
 
 # --------------------------------------------------------------------------------------------- races
