@@ -20,7 +20,8 @@ from .activations import make_activation
 from .encoding_parts import ItemGroup, make_padding
 from .encoding_stage import chain_stages, two_turns_at_a_time
 from .encodings import make_encoding, refuse_what_is_missing
-from .fragments import FragmentShape, Target, make_pack
+from .fragments import FragmentShape, Target
+from .packed_activations import make_pack_output
 from .plan import layer_offsets
 from .row_products import ColumnOrder, make_clear_columns, make_load_rows, make_row_product, make_rows_to_lanes
 from .sinks import LaneMemory
@@ -217,12 +218,12 @@ def _make_layers(target: Target, plan: EmbeddedPlan) -> Callable:
                 return map_values(activation, product(parameters, h))
 
             return target.device(output)
-        activation, inner = make_activation(target, spec.network.activation), make_layer(layer + 1)
-        order, width = orders[layer + 1], spec.logical_layer_shapes[layer][0]
-        pack, clear = make_pack(target, FragmentShape(rows, order.columns)), _make_clear(target, order, rows, width)
+        inner, order, width = make_layer(layer + 1), orders[layer + 1], spec.logical_layer_shapes[layer][0]
+        clear, stored = _make_clear(target, order, rows, width), FragmentShape(rows, order.columns)
+        pack_output = make_pack_output(target, spec.network.activation, stored, clear)
 
         def hidden(parameters, h):
-            return inner(parameters, pack(clear(map_values(activation, product(parameters, h)))))
+            return inner(parameters, pack_output(product(parameters, h)))
 
         return target.device(hidden)
 

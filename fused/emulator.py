@@ -332,6 +332,10 @@ class Emitter:
     def address_by(self, base, index, stride):
         return np.asarray(base).astype(np.uint64) + np.asarray(self.u32(index)).astype(np.uint64) * np.uint64(stride)
 
+    @staticmethod
+    def low_word(a):
+        return np.asarray(a, np.uint64).astype(np.uint32)
+
     # predicates, choice
     def less(self, a, b):
         return self.u32(a) < self.u32(b)

@@ -188,19 +188,31 @@ def make_shift(target: Target, dtype: str):
 
 @functools.cache
 def make_store_matrix(target: Target, shape: FragmentShape, dtype: str):
-    """store(matrix, stride, first_row, n_rows, n_columns, fragment): the inverse; what lies beyond stays untouched."""
-    kind = {"float32": "f32", "float16": "u16"}[dtype]
-    size = {"f32": 4, "u16": 2}[kind]
+    """store(matrix, stride, first_row, n_rows, n_columns, fragment): the inverse; what lies beyond stays untouched.
+
+    Two neighbours go in one store where all pairs are aligned: else each would write half of a 32-byte sector.
+    """
+    kind, size = {"float32": ("f32", 4), "float16": ("u16", 2)}[dtype]
 
     @target.intrinsic(["u64", "u32", "u32", "u32", "u32", ("f32", shape.n_elements)], "void")
     def store_matrix(e, matrix, stride, first_row, n_rows, n_columns, fragment):
         g, t2 = lane_row_and_column(e)
-        for i, value in enumerate(fragment):
-            row, column = shape.element(i)
+        places = e.or_(e.low_word(matrix), e.or_(stride, e.mul(n_columns, size)))
+        beside = e.and_(places, 2 * size - 1)
+
+        def store(index, values):
+            row, column = shape.element(index)
             row, column = e.add(first_row, e.add(g, row)), e.add(t2, column)
             with e.when(e.both(e.less(row, n_rows), e.less(column, n_columns))):
-                address = e.address(e.address_by(matrix, row, stride), column, size)
-                e.store_global(address, kind, [e.float_to_half(value) if kind == "u16" else value])
+                e.store_global(e.address(e.address_by(matrix, row, stride), column, size), *values)
+
+        with e.when(e.equal(beside, 0)):
+            for i in range(0, shape.n_elements, 2):
+                low, high = fragment[i : i + 2]
+                store(i, ("u32", [e.pack_half2(low, high)]) if kind == "u16" else (kind, [low, high]))
+        with e.when(e.less(0, beside)):
+            for i, value in enumerate(fragment):
+                store(i, (kind, [e.float_to_half(value) if kind == "u16" else value]))
 
     return store_matrix
 

@@ -136,6 +136,10 @@ class Emitter:
         wide = self.builder.mul(self.builder.zext(self.u32(index), I64), self.builder.zext(self.u32(stride), I64))
         return self.builder.add(base, wide)
 
+    def low_word(self, a):
+        """The lower 32 bits of a u64."""
+        return self.builder.trunc(a, I32)
+
     # -------------------------------------------------------------------------- predicates, choice
     def less(self, a, b):
         return self.builder.icmp_unsigned("<", self.u32(a), self.u32(b))

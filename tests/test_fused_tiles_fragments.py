@@ -151,6 +151,29 @@ def test_ragged_matrices(shape, dtype, n_rows, n_columns, first_row, target, rng
     assert (stored[:first_row] == 7).all() and (stored[first_row + inside :] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("first_column", "spare", "n_columns"), [(0, 0, 16), (0, 2, 6), (1, 1, 6), (0, 1, 6), (0, 0, 5)]
+)
+def test_outputs_are_stored_wherever_they_begin(
+    first_column: int, spare: int, n_columns: int, dtype: str, target, rng: np.random.Generator
+) -> None:
+    """In pairs where all of them are aligned, else one by one: a column or a row may begin in the middle of a pair."""
+    shape, n_rows = FragmentShape(16, 16), 11
+    values = rng.normal(size=(16, 16)).astype(dtype).astype(np.float32)
+    out = np.full((n_rows, first_column + n_columns + spare), 7, dtype)
+    memory = GlobalMemory()
+    start_block(target, memory)
+    memory.begin_launch()
+    address = memory.place(out) + first_column * out.itemsize
+    make_store_matrix(target, shape, dtype)(
+        U64(address), U32(out.strides[0]), U32(0), U32(n_rows), U32(n_columns), fragment_of(shape, values)
+    )
+    expected = np.full_like(out, 7)
+    expected[:, first_column : first_column + n_columns] = values[:n_rows, :n_columns]
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_masks_hide_even_nan(shape: FragmentShape, target) -> None:
     start_block(target)
