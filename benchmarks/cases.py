@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 
 import numba_tcnn as tcnn
+from numba_tcnn.config import config_parts, parse_loss, parse_model, parse_optimizer
 from numba_tcnn.fused import DeviceArray, to_device
+from numba_tcnn.layout import n_params
+from numba_tcnn.specs import LossSpec, ModelSpec, OptimizerSpec
 
 CONFIGS = Path(__file__).with_name("configs.json")
 BATCHES = (14, 16, 18, 20, 21)
@@ -38,6 +41,13 @@ class Case:
     @property
     def input_dtype(self) -> str:
         return "float16" if self.bare else "float32"
+
+    def specs(self) -> tuple[ModelSpec, LossSpec, OptimizerSpec]:
+        """What the configuration says. A bare network's spec has the Identity encoding that pads its input."""
+        parts = config_parts(self.config)
+        encoding = {"otype": "Identity"} if self.bare else parts.encoding
+        model = parse_model(self.n_input_dims, self.n_output_dims, encoding, parts.network)
+        return model, parse_loss(parts.loss), parse_optimizer(parts.optimizer, n_params=n_params(model))
 
     def make_trainer(self) -> tcnn.Trainer:
         """Raises `EngineUnavailable` where a component has no fused kernel. Nothing is compiled yet."""

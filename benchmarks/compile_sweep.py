@@ -19,13 +19,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from numba_tcnn.config import config_parts, parse_loss, parse_model, parse_optimizer
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.fused.compiler import toolchain_problem
 from numba_tcnn.fused.jobs import Job
 from numba_tcnn.fused.offline import CAPABILITIES, JobRecord, compile_jobs, first_calls, usable_cores
 from numba_tcnn.fused.refusals import refuse_model, refuse_training
-from numba_tcnn.layout import n_params
 
 from .cases import Case, load_cases
 
@@ -35,10 +33,7 @@ HEADINGS = ("configuration", "arch", "kernels", "seconds", "registers", "spill B
 
 def jobs_of(case: Case) -> list[Job]:
     """What the case's first calls compile. Raises EngineUnavailable where a component has no fused kernel."""
-    parts = config_parts(case.config)
-    encoding = {"otype": "Identity"} if case.bare else parts.encoding
-    spec = parse_model(case.n_input_dims, case.n_output_dims, encoding, parts.network)
-    optimizer, loss = parse_optimizer(parts.optimizer, n_params=n_params(spec)), parse_loss(parts.loss)
+    spec, loss, optimizer = case.specs()
     refuse_model(spec, dtype="float16")
     refuse_training(loss)
     return first_calls(spec, optimizer, loss)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+from numba_tcnn.fused import device_status, driver, engine
 
-from numba_tcnn.fused import device_status, driver, engine, to_device
-
-from .cases import CONFIGS, Case, load_cases
+from .cases import CONFIGS, N_INPUT_SETS, Case, DeviceData, load_cases
 from .device_timing import Event, time_groups
+from .ledger_rows import info
 
 WARM_UP = 10
 REPEATS = 30
@@ -68,27 +70,48 @@ def stage_times(call: Callable[[int], object]) -> list[tuple[str, float]]:
     return [(name, statistics.median(column)) for name, column in zip(names, zip(*times, strict=True), strict=True)]
 
 
-def measure(case: Case, log2_batch: int) -> str:
+def measure(case: Case, log2_batch: int) -> Iterator[dict[str, Any]]:
+    """A line a call: microseconds of the whole, of its stages in launch order, and what its kernels are like."""
     trainer = case.make_trainer()
-    batch, rng = 1 << log2_batch, np.random.default_rng(0)
-    x = [to_device(rng.random((batch, case.n_input_dims)).astype(case.input_dtype)) for _ in range(4)]
-    y = [to_device(rng.random((batch, case.n_output_dims)).astype(np.float32)) for _ in range(4)]
-    out = to_device(np.zeros((batch, case.n_output_dims), np.float32))
+    data = DeviceData.of(case, 1 << log2_batch)
     calls = {
-        "train": lambda i: trainer.training_step(x[i % 4], y[i % 4]),
-        "infer": lambda i: trainer.network.inference(x[i % 4], out=out),
+        "train": lambda i: trainer.training_step(data.x[i % N_INPUT_SETS], data.y[i % N_INPUT_SETS]),
+        "infer": lambda i: trainer.network.inference(data.x[i % N_INPUT_SETS], out=data.out),
     }
-    lines = []
     for name, call in calls.items():
-        stages = ", ".join(f"{kernel} {time:.1f}" for kernel, time in stage_times(call))
+        stages = [{"kernel": kernel, "us": round(time, 2)} for kernel, time in stage_times(call)]
         whole = 1e3 * time_groups(call, groups=5, calls=CALLS).median
-        lines.append(f"{case.name} 2^{log2_batch} {name}: {whole:.1f} us; {stages}")
-    lines += [
-        f"    {kernel.name}: {kernel.plan}, {kernel.registers} registers, {kernel.shared_bytes} bytes shared, "
-        f"{kernel.blocks} blocks"
-        for kernel in trainer.explain().kernels
+        launched = {stage["kernel"] for stage in stages}
+        yield {
+            "config": case.name,
+            "batch": 1 << log2_batch,
+            "call": name,
+            "us": round(whole, 2),
+            "stages": stages,
+            "kernels": [
+                {
+                    "kernel": kernel.name,
+                    "plan": kernel.plan,
+                    "registers": kernel.registers,
+                    "shared_bytes": kernel.shared_bytes,
+                    "blocks": kernel.blocks,
+                }
+                for kernel in trainer.explain().kernels
+                if kernel.name in launched
+            ],
+        }
+
+
+def in_words(line: dict[str, Any]) -> str:
+    stages = ", ".join(f"{stage['kernel']} {stage['us']:.1f}" for stage in line["stages"])
+    kernels = [
+        f"    {kernel['kernel']}: {kernel['plan']}, {kernel['registers']} registers, {kernel['shared_bytes']} bytes "
+        f"shared, {kernel['blocks']} blocks"
+        for kernel in line["kernels"]
     ]
-    return "\n".join(lines)
+    return "\n".join(
+        [f"{line['config']} 2^{line['batch'].bit_length() - 1} {line['call']}: {line['us']:.1f} us; {stages}", *kernels]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,15 +119,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("configs", help=f"names of {CONFIGS.name}, separated by commas", type=lambda t: t.split(","))
     parser.add_argument("--batches", type=lambda t: [int(p) for p in t.split(",")], default=[18])
     parser.add_argument("--split-from", type=int, help="batch size from which grids work level by level")
+    parser.add_argument("--out", type=Path, help="write a JSON object a call here, for benchmarks.report")
     options = parser.parse_args(arguments)
     if not device_status(0).usable:
         print(f"nothing can be measured: {device_status(0).reason}", file=sys.stderr)
         return 2
     if options.split_from is not None:
         engine.LEVEL_SPLIT_BATCH = options.split_from
-    for case in load_cases(options.configs):
+    try:
+        cases = load_cases(options.configs)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    lines = [{"info": info()}]
+    for case in cases:
         for log2_batch in options.batches:
-            print(measure(case, log2_batch), flush=True)
+            for line in measure(case, log2_batch):
+                print(in_words(line), flush=True)
+                lines.append(line)
+    if options.out:
+        options.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return 0
 
 

@@ -15,7 +15,7 @@ from numba_tcnn.config import config_parts, parse_loss, parse_model, parse_optim
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks are not installed
 
-from benchmarks import cases, device_timing, ledger_rows, plans, verify
+from benchmarks import cases, device_timing, ledger_rows, plans, stages, verify
 
 NAME = "mlp_only_w16_h2"
 LEDGER_FIELDS = {"config", "batch", "train_ms", "infer_ms", "infer_half_ms", "first_train_s"}
@@ -267,3 +267,41 @@ def test_one_candidate_is_offered_at_a_time(kind):
     with plans.only("a plan", place):
         assert getattr(place.module, place.name)("spec", "chip", encoding_gradient=True) == ["a plan"]
     assert getattr(place.module, place.name) is original
+
+
+# ------------------------------------------------------------------------------------------------ stages
+
+
+def test_stages_are_told_and_written(on_host, capsys, monkeypatch, tmp_path):
+    """A call of two kernels; a third is of a call of another kind."""
+    kernels = [
+        SimpleNamespace(name=name, plan="a plan", registers=40, shared_bytes=64, blocks=132)
+        for name in ("gradient", "adam", "inference")
+    ]
+    stage_times = {0: [("gradient", 7.126), ("adam", 3.0)], 1: [("inference", 4.0)]}
+    make_trainer, counts = cases.Case.make_trainer, iter(range(9))
+
+    def explaining(case: cases.Case) -> tcnn.Trainer:
+        trainer = make_trainer(case)
+        trainer.explain = lambda: SimpleNamespace(kernels=kernels)
+        return trainer
+
+    def timed(call):
+        call(5)
+        return stage_times[next(counts)]
+
+    monkeypatch.setattr(cases.Case, "make_trainer", explaining)
+    monkeypatch.setattr(stages, "stage_times", timed)
+    monkeypatch.setattr(stages, "time_groups", ledger_rows.time_groups)
+    monkeypatch.setattr(stages, "device_status", ledger_rows.device_status)
+    out = tmp_path / "stages.jsonl"
+    assert stages.main([NAME, "--batches", "8", "--out", str(out)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"{NAME} 2^8 train: 250.0 us; gradient 7.1, adam 3.0"
+    assert told[1] == "    gradient: a plan, 40 registers, 64 bytes shared, 132 blocks" and len(told) == 5
+    info, train, infer = (json.loads(line) for line in out.read_text().splitlines())
+    assert info["info"]["device"] == "a device"
+    assert train["stages"] == [{"kernel": "gradient", "us": 7.13}, {"kernel": "adam", "us": 3.0}]
+    assert (train["config"], train["batch"], train["call"], train["us"]) == (NAME, 256, "train", 250.0)
+    assert [kernel["kernel"] for kernel in infer["kernels"]] == ["inference"] and infer["call"] == "infer"
+    assert stages.main(["none"]) == 2 and "no configuration none" in capsys.readouterr().err

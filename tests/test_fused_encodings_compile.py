@@ -1,11 +1,9 @@
 """Kernels of every encoding compile to machine code for sm_90, without a device, and the code is what was meant: see
-test_fused_compile.py for what is looked for. Encodings alone are held to no spills at all.
+test_fused_compile.py for what is looked for. These are encodings alone, held to no spills at all; those in front of a
+network are in test_kernel_record.py.
 """
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 from test_fused_compile import check, compiler_for, needs_toolkit, ptx_of  # noqa: F401
@@ -20,10 +18,6 @@ from numba_tcnn.specs import ModelSpec
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = {
-    entry["name"]: entry
-    for entry in json.loads((Path(__file__).parents[1] / "benchmarks" / "configs.json").read_text())
-}
 HASH = {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 8, "base_resolution": 8}
 ALONE = {
     "harmonics of degree 8": (3, {"otype": "SphericalHarmonics", "degree": 8}),
@@ -44,19 +38,6 @@ ALONE = {
 def kernels_of(job: InferenceJob | GradientJob) -> list:
     _, kernels = choose(job, architecture((9, 0)), compiler_for((9, 0)).compile)
     return [kernel for _, kernel in kernels]
-
-
-@needs_toolkit
-@pytest.mark.parametrize("name", ["nerf_rgb", "nrc", "freq_128", "image_oneblob"])
-def test_configurations_of_the_benchmark(name: str, ptx_of) -> None:  # noqa: F811
-    entry = CONFIGS[name]
-    config = entry["config"]
-    spec = parse_model(entry["n_input_dims"], entry["n_output_dims"], config["encoding"], config["network"])
-    for kernel in kernels_of(InferenceJob(spec, InferenceOptions(aligned_input=False))):
-        check(kernel, ptx_of)
-    options = GradientOptions(aligned_input=False, loss="RelativeL2", table_gradient=False)
-    for kernel in kernels_of(GradientJob(spec, options)):
-        check(kernel, ptx_of)
 
 
 @needs_toolkit
