@@ -304,6 +304,11 @@ class SelectedEngine:
                 self.parameters_version += 1
         return loss
 
+    @property
+    def configuration(self) -> object:
+        """Differs where a recorded call can't hold, whatever its arrays; None where none can be recorded."""
+        return self.runtime.configuration if self.jit_fusion else None
+
     def record_step(self, x: ArrayView, y: ArrayView) -> tuple[LossHandle, RecordedCall | None]:
         """`training_step`, and what repeats it if something can."""
 

@@ -290,7 +290,8 @@ class Module(NotPickled):
             output = self.engine.empty_like(inputs, shape, dtype)
         else:
             output = self._output(out, shape)
-        if can_repeat and inputs.shape[0] > 0 and inputs.array is x:
+        can_repeat = can_repeat and inputs.shape[0] > 0 and inputs.array is x
+        if can_repeat and self._repeated.should_record(x, out, self.engine.configuration):
             self._repeated.keep(x, out, self.engine.record_inference(inputs, output))
             return out
         stream = stream if stream is not None else inputs.stream
