@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from numba_tcnn.fused import device_status, driver, engine, to_device
+from numba_tcnn.fused import device_status, driver, level_plan, to_device
 
 from .cases import CONFIGS, Case, load_cases
 from .device_timing import Event, time_groups
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nothing can be measured: {device_status(0).reason}", file=sys.stderr)
         return 2
     if options.split_from is not None:
-        engine.LEVEL_SPLIT_BATCH = options.split_from
+        level_plan.LEVEL_SPLIT_BATCH = options.split_from
     for case in load_cases(options.configs):
         for log2_batch in options.batches:
             print(measure(case, log2_batch), flush=True)

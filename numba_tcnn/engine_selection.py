@@ -112,7 +112,6 @@ class SelectedEngine:
             dtype=options.dtype,
             device=options.device,
             deterministic=options.deterministic,
-            strict=options.strictly_fused,
         )
         return self._with_max_level(runtime)
 

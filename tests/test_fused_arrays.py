@@ -15,7 +15,7 @@ from test_fused_engine import CONFIG, GRADIENT, assert_same_training, batch, mak
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_loss, parse_optimizer
-from numba_tcnn.fused import engine, gradient_programs, gradient_scale_kernels, plan, strided_to_host, to_device
+from numba_tcnn.fused import gradient_programs, gradient_scale_kernels, level_plan, plan, strided_to_host, to_device
 from numba_tcnn.fused.driver import CudaError
 from numba_tcnn.fused.emulator import ADDRESS_BITS, GlobalMemory
 from numba_tcnn.fused.fragments import FragmentShape, make_load_matrix, make_store_matrix
@@ -334,7 +334,7 @@ def test_grid_options_in_several_kernels(
 
 @pytest.mark.parametrize("loss", ["RelativeL2Luminance", "ConstantGradient"])
 def test_losses_of_grids_level_by_level(loss: str, gpu: EmulatedDriver, monkeypatch, no_reference: None) -> None:
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1)
     config = CONFIG | {"loss": {"otype": loss} | ({"gradient": [1, -2, 3]} if loss == "ConstantGradient" else {})}
     model = make(config)
     twin, start = reference_of(model, config), model.params
@@ -348,7 +348,7 @@ def test_losses_of_grids_level_by_level(loss: str, gpu: EmulatedDriver, monkeypa
 @pytest.mark.parametrize("how", ["max_level", "deterministic", "fixed_point_pos"])
 def test_what_is_not_done_level_by_level(how: str, gpu: EmulatedDriver, monkeypatch, no_reference: None) -> None:
     """However large the batch."""
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1)
     options = {"fixed_point_pos": True} if how == "fixed_point_pos" else {}
     config = CONFIG | {"encoding": CONFIG["encoding"] | options}
     model = make(config, deterministic=how == "deterministic")

@@ -22,7 +22,16 @@ import numba_tcnn as tcnn
 from numba_tcnn.arrays import view
 from numba_tcnn.config import parse_loss, parse_optimizer
 from numba_tcnn.engines import EngineUnavailable
-from numba_tcnn.fused import DeviceArray, device_status, driver, engine, gradient_programs, losses, plan, to_device
+from numba_tcnn.fused import (
+    DeviceArray,
+    device_status,
+    driver,
+    gradient_programs,
+    losses,
+    pending_losses,
+    plan,
+    to_device,
+)
 from numba_tcnn.fused.driver import CudaError
 from numba_tcnn.fused.layer_plan import LAYER_BY_LAYER
 from numba_tcnn.reference.engine import ReferenceRuntime
@@ -193,7 +202,7 @@ def test_a_loss_without_an_optimizer_step(gpu: EmulatedDriver, no_reference: Non
 
 def test_losses_keep_the_value_of_their_step(gpu, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
     """Three slots for eight losses, read in the end, backwards; two are never read."""
-    monkeypatch.setattr(engine, "LOSS_SLOTS", 3)
+    monkeypatch.setattr(pending_losses, "LOSS_SLOTS", 3)
     model = make()
     twin = reference_of(model)
     x, y = batch(20)
@@ -209,7 +218,7 @@ def test_losses_keep_the_value_of_their_step(gpu, monkeypatch: pytest.MonkeyPatc
 
 def test_losses_are_fetched_together(gpu, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
     """Who keeps every loss, as `fit` does, waits for the device once in as many steps as there are slots."""
-    monkeypatch.setattr(engine, "LOSS_SLOTS", 4)
+    monkeypatch.setattr(pending_losses, "LOSS_SLOTS", 4)
     model = make()
     twin = reference_of(model)
     x, y = batch(20)
@@ -560,7 +569,7 @@ def test_a_gradient_that_could_not_be_collected_is_forgotten(gpu: EmulatedDriver
     _, context = model.network.forward(x)
     model.network.backward(context, y, parameters="ignore")  # the other buffers are there
     model.network.backward(context, y, input=False)  # and the kernel with a table gradient
-    workspace = model.network.engine.runtime.workspace
+    workspace = model.network.engine.runtime.model.workspace
     workspace._buffers.pop("output gradients").free()
     gpu.memory_limit = gpu.memory.allocated
     n_launches = len(gpu.launches)
@@ -697,7 +706,7 @@ def test_a_kernel_that_does_not_compile_carries_everything_over(failing: tuple, 
         model.trainer.training_step(x, y)
         step(twin, x, y)
     gpu.compiler.fails = failing
-    model.network.engine.runtime._programs.clear()
+    model.network.engine.runtime.model.programs.clear()
     before = model.params
     with pytest.warns(tcnn.JitFusionWarning, match="NvvmError: not today") as caught:
         if "inference" in failing:

@@ -232,7 +232,7 @@ def test_a_missing_kernel_carries_everything_over(name: str, gpu: EmulatedDriver
         model.trainer.training_step(x, y)
         step(twin, x, y)
     gpu.compiler.fails = ("optimizer EmaSpec", "layer optimizer ShampooSpec")
-    model.network.engine.runtime._programs.clear()
+    model.network.engine.runtime.model.programs.clear()
     with pytest.warns(tcnn.JitFusionWarning, match="NvvmError: not today"):
         model.trainer.training_step(x, y)
     step(twin, x, y)

@@ -13,7 +13,7 @@ import pytest
 from emulated_driver import EmulatedDriver, installed
 
 import numba_tcnn as tcnn
-from numba_tcnn.fused import engine, to_device
+from numba_tcnn.fused import engine, level_plan, pending_losses, to_device
 from numba_tcnn.repeated_calls import MAX_ATTEMPTS, MAX_PAIRS, RepeatedCalls
 
 CONFIG = {
@@ -76,7 +76,7 @@ def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["single", "split"])
 def test_steps_go_as_without_recording(name: str, split: bool, calls, monkeypatch, no_reference: None) -> None:
     """Bit for bit: losses, parameters, state; with a learning rate that changes and a step that is skipped."""
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1 if split else 1 << 30)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1 if split else 1 << 30)
     fast, plain = make(optimizer=OPTIMIZERS[name]), make(optimizer=OPTIMIZERS[name])
     on_host = batches(2)
     on_device = [(to_device(x), to_device(y)) for x, y in on_host]
@@ -170,7 +170,7 @@ def test_incomplete_recordings_are_given_up(calls, no_reference: None) -> None:
 
 def test_one_incomplete_recording_is_no_reason_to_give_up(calls, monkeypatch, no_reference: None) -> None:
     """The second step needs the place of the first one's loss, and fetches it."""
-    monkeypatch.setattr(engine, "LOSS_SLOTS", 1)
+    monkeypatch.setattr(pending_losses, "LOSS_SLOTS", 1)
     model, ((x, y),) = make(), batches(1)
     x, y = to_device(x), to_device(y)
     waiting = model.trainer.training_step(x, y)
