@@ -12,7 +12,7 @@ import numpy as np
 
 from ..specs import ModelSpec
 from .arithmetic import make_index_arithmetic, make_multiply
-from .encoding_parts import BackwardPart, ItemGroup, make_padding
+from .encoding_parts import BackwardPart, ItemGroup, float_features, make_padding
 from .encodings import make_encoding
 from .fragments import Target
 from .plan import KernelPlan
@@ -49,8 +49,9 @@ def make_encode(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> C
     )  # fmt: skip
     parts = make_encoding(target, spec.encoding, memory, table_gradient=False, input_gradient=False)
     n_own = spec.encoding.n_output_dims  # a bare encoding's tile is wider than the encoding
-    padding = make_padding(target, memory, n_own, plan.x.columns - n_own, parts.padding_value)
-    return make_encode_groups(target, plan, (*parts.encode, *padding), make_place(target, plan.x))
+    n_padding = plan.x.columns - n_own
+    padding = make_padding(target, float_features(target), memory, n_own, n_padding, parts.padding_value)
+    return make_encode_groups(target, plan, (*parts.encode, *padding.encode), make_place(target, plan.x))
 
 
 def make_place(target: Target, tile: AnyTile) -> Callable:

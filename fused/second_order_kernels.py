@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..specs import ModelSpec
+from .encoding_parts import make_padding
 from .encoding_stage import make_backward_parts, make_encode_groups, make_place, make_read_scale
 from .fragments import FragmentShape, Target, make_note_not_finite, make_pack, make_unpack, make_zeros
 from .fuser import make_first_row_of
@@ -34,7 +35,7 @@ from .second_order_network import (
     make_store_derivative,
     make_zeros_at_run_time,
 )
-from .second_order_parts import make_padding_parts
+from .second_order_parts import dual_features
 from .second_order_plan import SecondOrderPlan
 from .stage_io import (
     BAD,
@@ -76,7 +77,8 @@ def _make_encode(target: Target, spec: ModelSpec, plan: SecondOrderPlan, options
     memory = DualMemory(target, **_memory_options(options))
     parts = make_second_order_encoding(target, spec.encoding, memory, table_gradient=False)
     n_own = spec.encoding.n_output_dims  # a bare encoding's tile is wider than the encoding
-    padding = make_padding_parts(target, memory, n_own, plan.x.columns - n_own, parts.padding_value)
+    n_padding = plan.x.columns - n_own
+    padding = make_padding(target, dual_features(target), memory, n_own, n_padding, parts.padding_value)
     return make_encode_groups(target, plan, (*parts.encode, *padding.encode), _make_place(target, plan.x, plan.x_twin))
 
 
