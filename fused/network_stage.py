@@ -31,7 +31,7 @@ def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]
 
     Resident weights are all loaded at once and need nothing later; streamed ones are loaded at every use.
     """
-    barrier, publish = make_barriers(target)[0], make_publish_weights(target, plan.swizzled)
+    barrier, publish = make_barriers(target).barrier, make_publish_weights(target, plan.swizzled)
     loads = [
         make_load_tile(target, tile, plan.threads, offset)
         for tile, offset in zip(plan.weights.weights, layer_offsets, strict=True)
