@@ -3,15 +3,14 @@ does with the losses and levels of detail that are not everyday's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import CUresult, EmulatedDriver, installed
+from emulated_driver import CUresult, EmulatedDriver
+from emulated_models import CONFIG, GRADIENT, assert_same_training, batch, make, predict, reference_of, step
 from emulation import emulator_target, run_kernel
 from golden_case import relative_error
-from test_fused_engine import CONFIG, GRADIENT, assert_same_training, batch, make, predict, reference_of, step
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_loss, parse_optimizer
@@ -22,12 +21,6 @@ from numba_tcnn.fused.fragments import FragmentShape, make_load_matrix, make_sto
 from numba_tcnn.fused.keepers import make_saved_keeper
 from numba_tcnn.fused.stage_io import IO, KernelBody
 from numba_tcnn.reference.engine import ReferenceRuntime
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDriver]:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
 
 
 class Part:

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
 
 import numba_tcnn as tcnn
 from numba_tcnn.fused import engine, level_plan, pending_losses, to_device
 from numba_tcnn.repeated_calls import MAX_ATTEMPTS, MAX_PAIRS, RepeatedCalls
+
+pytestmark = pytest.mark.usefixtures("gpu")
 
 CONFIG = {
     "encoding": {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 6, "base_resolution": 3},
@@ -31,12 +32,6 @@ OPTIMIZERS = {
     "ExponentialDecay": {"otype": "ExponentialDecay", "decay_start": 2, "decay_interval": 1, "nested": BATCHED},
     "Novograd": {"otype": "Novograd", "learning_rate": 1e-2},
 }
-
-
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
 
 
 @pytest.fixture

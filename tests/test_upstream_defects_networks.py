@@ -103,7 +103,7 @@ def test_defect_14_a_fused_forward_with_a_fallback_backward(monkeypatch, rng):
 
 
 @pytest.mark.slow
-def test_defect_15_kernels_of_another_mode_or_loss(emulated_gpu, no_reference, rng):
+def test_defect_15_kernels_of_another_mode_or_loss(gpu, no_reference, rng):
     """Upstream compiles a kernel once for each object and uses it whatever is asked for later. Ours are found by all
     that they depend on: asked for in any order, gradients and losses are those of a new model that is asked but once.
 
