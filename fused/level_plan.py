@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from ..layout import GridLevel, grid_levels
 from ..specs import GridSpec, ModelSpec
-from .plan import Architecture, KernelPlan, inference_plans, single_plans
+from .network_plans import inference_plans, single_plans
+from .plan import Architecture, KernelPlan
 from .planes import network_behind_planes
 
 LEVEL_SPLIT_BATCH = 1 << 15

@@ -4,8 +4,8 @@
                      phi', keep d
     output           forward product, output activation, loss (or a given gradient), d of the output
 
-`hidden_layer` is a closure around the next layer's, so that a sample's way in and its gradient's way back are one
-function. A hidden width that is no multiple of 16 is padded in every tile; `make_clear_padding` keeps its padding 0.
+A hidden layer is a closure around the next one, so that a sample's way in and its gradient's way back are one function.
+A hidden width that is no multiple of 16 is padded in every tile; `make_clear_padding` keeps its padding 0.
 """
 
 from __future__ import annotations

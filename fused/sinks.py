@@ -1,7 +1,8 @@
 """Where an encoding's numbers come from and go to inside a kernel: inputs and tables in global memory, rows of tiles.
 
 An encoding never addresses memory itself; it asks a memory object for the functions it needs, by width. `RowMemory` is
-the kernels' one. Anything with the same methods will do: registers for embedding, NumPy rows for tests.
+that of kernels that take rows of a tile, `LaneMemory` of models inside a user's kernel; kernels by level and second
+derivatives have theirs in `level_memory.py` and `second_order_memory.py`.
 """
 
 from __future__ import annotations

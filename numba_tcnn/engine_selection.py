@@ -122,11 +122,7 @@ class SelectedEngine:
 
     def _with_max_level(self, runtime: Runtime) -> Runtime:
         if self.max_level is not None:
-            try:
-                runtime.set_max_level(self.max_level)
-            except EngineUnavailable:
-                runtime.close()
-                raise
+            runtime.set_max_level(self.max_level)
         return runtime
 
     @property
@@ -368,7 +364,8 @@ class SelectedEngine:
         self._skipped_in_earlier_runtimes = skipped_steps - self.runtime.skipped_steps
 
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
-        self.run(lambda runtime: runtime.set_max_level(max_level))
+        with self._one_at_a_time:
+            self.runtime.set_max_level(max_level)
         self.max_level = max_level
         self.parameters_version += 1
 

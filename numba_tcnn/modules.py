@@ -465,7 +465,7 @@ class Network(Module):
     options that tiny-cuda-nn does not have:
 
     "hidden": [64, 32, 16]  the width of each hidden layer, instead of "n_neurons" and "n_hidden_layers"
-    "bias": true            each layer adds a bias, which begins at 0; not fused yet, so the reference computes it
+    "bias": true            each layer adds a bias, which begins at 0
     """
 
     def __init__(

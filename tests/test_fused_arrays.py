@@ -14,9 +14,16 @@ from golden_case import relative_error
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_loss, parse_optimizer
-from numba_tcnn.fused import gradient_programs, gradient_scale_kernels, level_plan, plan, strided_to_host, to_device
+from numba_tcnn.fused import (
+    gradient_programs,
+    gradient_scale_kernels,
+    level_plan,
+    network_plans,
+    strided_to_host,
+    to_device,
+)
 from numba_tcnn.fused.driver import CudaError
-from numba_tcnn.fused.emulator import ADDRESS_BITS, GlobalMemory
+from numba_tcnn.fused.emulated_memory import ADDRESS_BITS, GlobalMemory
 from numba_tcnn.fused.fragments import FragmentShape, make_load_matrix, make_store_matrix
 from numba_tcnn.fused.keepers import make_saved_keeper
 from numba_tcnn.fused.stage_io import IO, KernelBody
@@ -309,7 +316,7 @@ def test_grid_options_in_several_kernels(
     gpu: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, no_reference: None
 ) -> None:
     """In chunks, whose samples draw the random numbers of the whole batch and use their own levels."""
-    monkeypatch.setattr(plan, "single_plans", lambda *arguments, **options: [])
+    monkeypatch.setattr(network_plans, "single_plans", lambda *arguments, **options: [])
     monkeypatch.setattr(gradient_programs, "SAVED_BYTES", 1)
     options = {"stochastic_interpolation": True, "fixed_point_pos": True}
     config = CONFIG | {"encoding": CONFIG["encoding"] | options}

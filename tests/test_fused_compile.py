@@ -20,19 +20,12 @@ from numba_tcnn.config import parse_model, parse_optimizer
 from numba_tcnn.fused import compiler
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.compiler import MAX_SPILL_BYTES
-from numba_tcnn.fused.jobs import (
-    CollectJob,
-    GradientJob,
-    GradientScaleJob,
-    InferenceJob,
-    Job,
-    OptimizerJob,
-    choose,
-    optimizer_jobs,
-)
+from numba_tcnn.fused.element_wise_jobs import CollectJob, GradientScaleJob, OptimizerJob, optimizer_jobs
+from numba_tcnn.fused.jobs import GradientJob, InferenceJob, Job, choose
+from numba_tcnn.fused.network_plans import staged_plans
 from numba_tcnn.fused.optimizer_contract import Slice
 from numba_tcnn.fused.optimizers import make_optimizer
-from numba_tcnn.fused.plan import Architecture, StagedPlan, staged_plans
+from numba_tcnn.fused.plan import Architecture, StagedPlan
 from numba_tcnn.fused.programs import OUTLINE, Toolbox
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.parameter_sizes import ParameterSizes

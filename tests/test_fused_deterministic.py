@@ -17,9 +17,9 @@ from test_fused_kernels import GRADIENT, HOPPER, data, make_params, make_spec
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_encoding
-from numba_tcnn.fused.emulator import GlobalMemory
+from numba_tcnn.fused.emulated_memory import GlobalMemory
 from numba_tcnn.fused.fixed_point import LIMIT, FixedPoint, fixed_point_of, make_add_entry, make_clear, make_load
-from numba_tcnn.fused.plan import gradient_plans, staged_plans
+from numba_tcnn.fused.network_plans import gradient_plans, staged_plans
 from numba_tcnn.fused.stage_io import GradientOptions, KernelBody
 from numba_tcnn.reference import Model
 from numba_tcnn.specs import LossSpec

@@ -25,7 +25,7 @@ from golden_case import relative_error
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_loss, parse_optimizer
-from numba_tcnn.fused import DeviceArray, gradient_programs, pending_losses, plan, to_device
+from numba_tcnn.fused import DeviceArray, gradient_programs, network_plans, pending_losses, to_device
 from numba_tcnn.reference.engine import ReferenceRuntime
 
 # --------------------------------------------------------------------------------------------- training
@@ -63,7 +63,7 @@ def test_training_in_several_kernels(gpu: EmulatedDriver, monkeypatch: pytest.Mo
 
     Two layers of one shape share a kernel's blocks, so they leave fewer rows of partial sums than the others.
     """
-    monkeypatch.setattr(plan, "single_plans", lambda *arguments, **options: [])
+    monkeypatch.setattr(network_plans, "single_plans", lambda *arguments, **options: [])
     monkeypatch.setattr(gradient_programs, "SAVED_BYTES", 1)
     config = CONFIG | {"network": {"otype": "FullyFusedMLP", "n_neurons": 32, "n_hidden_layers": 3}}
     model = make(config)

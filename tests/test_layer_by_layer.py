@@ -23,7 +23,7 @@ from test_fused_emulator import BarrierMutation
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import jobs, layer_programs, plan
-from numba_tcnn.fused.emulator import RaceError
+from numba_tcnn.fused.emulated_memory import RaceError
 from numba_tcnn.fused.layer_plan import (
     LAYER_BY_LAYER,
     ChunkLayout,

@@ -1,4 +1,4 @@
-"""Defects of tiny-cuda-nn in encodings that are fixed here, tests named by their numbers in our list of such defects.
+"""Defects of tiny-cuda-nn 2.0 in encodings that are fixed here, a test each, numbered through all such tests.
 
 Where tiny-cuda-nn's recorded results are affected, `test_reference_encodings_golden.py` leaves them out.
 """

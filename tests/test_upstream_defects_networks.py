@@ -1,7 +1,7 @@
 """Defects of tiny-cuda-nn in networks and their gradients that are fixed here, one test each.
 
-The numbers are those of our list of such defects. Numbers 1, 2 and 3 are also compared with tiny-cuda-nn's recorded
-results in `test_golden_networks.py`.
+They are numbered through all such tests. What 1, 2 and 3 do to tiny-cuda-nn's recorded results is in
+`test_golden_networks.py`.
 """
 
 from __future__ import annotations
