@@ -1,1 +1,1 @@
-"""Measurements on a GPU, run from the checkout: `python -m benchmarks.ledger_rows`, `python -m benchmarks.plans`."""
+"""Measurements, run from the checkout, most of them on a GPU; README.md lists the commands."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numba_tcnn as tcnn
-from numba_tcnn.fused import device_status, jobs, plan
+from numba_tcnn.fused import device_status, jobs, network_plans, plan
 
 from .cases import N_INPUT_SETS, Case, DeviceData, load_cases
 from .device_timing import time_groups
@@ -50,9 +50,9 @@ def candidates(case: Case, kind: str) -> list:
     chip = plan.architecture(device_status(0).compute_capability)
     network = case.make_trainer().network
     if kind == "inference":
-        return plan.inference_plans(network.spec, chip)
+        return network_plans.inference_plans(network.spec, chip)
     has_table = network.n_params > sum(fan_out * fan_in for fan_out, fan_in in network.layer_sizes)
-    return plan.gradient_plans(network.spec, chip, encoding_gradient=has_table)
+    return network_plans.gradient_plans(network.spec, chip, encoding_gradient=has_table)
 
 
 @contextmanager

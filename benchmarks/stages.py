@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from numba_tcnn.fused import device_status, driver, engine
+from numba_tcnn.fused import device_status, driver, level_plan
 
 from .cases import CONFIGS, N_INPUT_SETS, Case, DeviceData, load_cases
 from .device_timing import Event, time_groups
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nothing can be measured: {device_status(0).reason}", file=sys.stderr)
         return 2
     if options.split_from is not None:
-        engine.LEVEL_SPLIT_BATCH = options.split_from
+        level_plan.LEVEL_SPLIT_BATCH = options.split_from
     try:
         cases = load_cases(options.configs)
     except ValueError as error:

@@ -5,12 +5,16 @@
                     float32; so features are rounded once, as in the reference
 
 Backward, the items are those of the children. In a Sum all read the same gradient u; in a Product child i reads u times
-the product of the other children's features, formed again for each. Children that share input dims add to dL/dx one
+the product r of the other children's features, formed again for each. Children that share input dims add to dL/dx one
 after the other (encoding_stage.py).
+
+All this is the same in dual numbers (second_order_parts.py): there child i of a Product reads the gradient A + eps B
+times the dual product r + eps r' of the others, which is A r + eps (B r + A r').
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -18,83 +22,78 @@ import numpy as np
 
 from ..layout import n_encoding_params
 from ..specs import CompositeSpec
-from .arithmetic import make_add, make_multiply
-from .encoding_parts import EncodingParts, ItemGroup, make_padding, make_wide_features, power_of_two_in
+from .encoding_parts import (
+    EncodingParts,
+    FeatureKind,
+    make_chunks,
+    make_padding,
+    make_wide_features,
+    power_of_two_in,
+)
 
 
 def make_composite(
     target,
+    kind: FeatureKind,
     spec: CompositeSpec,
     memory,
     make_encoding: Callable[..., EncodingParts],
-    *,
-    table_gradient: bool,
-    input_gradient: bool,
+    **gradients: bool,
 ) -> EncodingParts:
-    """The parts of a composite; `make_encoding` makes those of any encoding."""
+    """The parts of a composite, with features of any kind.
+
+    make_encoding   make_encoding(target, spec, memory, **gradients) makes those of any encoding
+    """
     memories, first_parameter = [], 0
     for child in spec.nested:
         memories.append(memory.part(child.first_input_dim, child.first_output_dim, first_parameter))
         first_parameter += n_encoding_params(child.encoding)
 
     def make(i: int, memory) -> EncodingParts:
-        gradients = {"table_gradient": table_gradient, "input_gradient": input_gradient}
         return make_encoding(target, spec.nested[i].encoding, memory, **gradients)
 
     children = [make(i, memory) for i, memory in enumerate(memories)]
     padded = [
-        _with_padding(target, memory, parts, child.encoding.n_output_dims, child.n_padded_output_dims)
+        _with_padding(target, kind, memory, parts, child.encoding.n_output_dims, child.n_padded_output_dims)
         for child, parts, memory in zip(spec.nested, children, memories, strict=True)
     ]
     if spec.reduction == "Concatenation":
         starts = [child.first_output_dim for child in spec.nested]
         widths = [child.n_padded_output_dims for child in spec.nested]
-        whole = _side_by_side(target, memory, padded, starts, widths)
+        whole = _side_by_side(target, kind, padded, starts, widths)
         encode = tuple(group for parts in padded for group in parts.encode)
     else:
-        whole = _combined(target, spec.reduction, padded)
-        encode = _make_encode(target, memory, whole, spec.n_output_dims)
+        whole = _combined(target, kind, spec.reduction, padded)
+        encode = make_chunks(target, kind, memory, whole, 0, spec.n_output_dims)
     if spec.reduction == "Product" and len(children) > 1:
-        others = [_combined(target, "Product", padded[:i] + padded[i + 1 :]) for i in range(len(padded))]
-        factors = [functools.partial(make_wide_features, target, parts) for parts in others]
+        others = [_combined(target, kind, "Product", padded[:i] + padded[i + 1 :]) for i in range(len(padded))]
+        factors = [functools.partial(make_wide_features, target, kind, parts) for parts in others]
         children = [make(i, memories[i].times(factor)) for i, factor in enumerate(factors)]
     backward = tuple(part for parts in children for part in parts.backward)
-    return EncodingParts(encode, backward, whole.granularity, whole.make_features)
+    return dataclasses.replace(whole, encode=encode, backward=backward)
 
 
-def _with_padding(target, memory, parts: EncodingParts, n_own: int, width: int) -> EncodingParts:
+def _with_padding(target, kind: FeatureKind, memory, parts: EncodingParts, n_own: int, width: int) -> EncodingParts:
     """A child with its padding: features of all `width` columns."""
     if n_own == width:
         return parts
-    padding = make_padding(target, memory, n_own, width - n_own, parts.padding_value)
-    granularity = power_of_two_in(parts.granularity, n_own, width)
-
-    def make_features(n_values: int) -> Callable:
-        constants = memory.make_constants(n_values, parts.padding_value)
-
-        def features(at, column):
-            return constants()
-
-        filling = EncodingParts((), (), 8, lambda n: target.device(features))
-        both = _side_by_side(target, memory, [parts, filling], [0, n_own], [n_own, width - n_own])
-        return both.make_features(n_values)
-
-    return EncodingParts((*parts.encode, *padding), parts.backward, granularity, make_features)
+    padding = make_padding(target, kind, memory, n_own, width - n_own, parts.padding_value)
+    both = _side_by_side(target, kind, [parts, padding], [0, n_own], [n_own, width - n_own])
+    return dataclasses.replace(both, encode=(*parts.encode, *padding.encode), backward=parts.backward)
 
 
-def _side_by_side(target, memory, children: list[EncodingParts], starts: list[int], widths: list[int]) -> EncodingParts:
+def _side_by_side(
+    target, kind: FeatureKind, children: list[EncodingParts], starts: list[int], widths: list[int]
+) -> EncodingParts:
     """Features of children at columns `starts`: each is asked for the features, and one answer is taken."""
-    u32, map_values, np_u32 = target.u32, target.map_fragment, np.uint32
+    u32, np_u32, choose = target.u32, np.uint32, kind.choose
     used = [entry for entry in zip(children, starts, widths, strict=True) if entry[2] > 0]
 
     def to_own(column, start, width):
         own = np_u32(column - start)
         return own if own < width else np_u32(0)
 
-    def choose(mine, others, column, start, width):
-        return mine if np_u32(column - start) < width else others
-
-    to_own, choose = target.scalar(to_own), target.scalar(choose)
+    to_own = target.scalar(to_own)
 
     def make_features(n_values: int) -> Callable:
         def chain(number: int) -> Callable:
@@ -110,7 +109,7 @@ def _side_by_side(target, memory, children: list[EncodingParts], starts: list[in
             others = chain(number + 1)
 
             def either(at, column):
-                return map_values(choose, at_its_place(at, column), others(at, column), column, u32(start), u32(width))
+                return choose(at_its_place(at, column), others(at, column), column, u32(start), u32(width))
 
             return target.device(either)
 
@@ -120,11 +119,9 @@ def _side_by_side(target, memory, children: list[EncodingParts], starts: list[in
     return EncodingParts((), (), power_of_two_in(*numbers), make_features)
 
 
-def _combined(target, reduction: str, children: list[EncodingParts]) -> EncodingParts:
+def _combined(target, kind: FeatureKind, reduction: str, children: list[EncodingParts]) -> EncodingParts:
     """Sum or product of the children's features."""
-    map_values = target.map_fragment
-
-    combine = {"Sum": make_add, "Product": make_multiply}[reduction](target)
+    combine = {"Sum": kind.add, "Product": kind.multiply}[reduction]
 
     def make_features(n_values: int) -> Callable:
         features = children[0].make_features(n_values)
@@ -134,22 +131,8 @@ def _combined(target, reduction: str, children: list[EncodingParts]) -> Encoding
 
     def both(first: Callable, second: Callable) -> Callable:
         def features(at, column):
-            return map_values(combine, first(at, column), second(at, column))
+            return combine(first(at, column), second(at, column))
 
         return target.device(features)
 
     return EncodingParts((), (), power_of_two_in(*(parts.granularity for parts in children)), make_features)
-
-
-def _make_encode(target, memory, parts: EncodingParts, width: int) -> tuple[ItemGroup, ...]:
-    """Put all features, chunk by chunk."""
-    if width == 0:
-        return ()
-    chunk, u32 = power_of_two_in(parts.granularity, width), target.u32
-    features, put = parts.make_features(chunk), memory.make_put(chunk)
-
-    def encode(item, at):
-        column = u32(item * u32(chunk))
-        put(at, column, features(at, column))
-
-    return (ItemGroup(0, width // chunk, target.device(encode), by_sample=False),)

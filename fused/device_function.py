@@ -17,8 +17,8 @@ from numba import types
 from ..specs import ModelSpec
 from .embedding import LANES, EmbeddedPlan, make_evaluate
 from .fragments import Target
+from .intrinsics import numba_intrinsic
 from .numba_bridge import ArgHint, PrimitiveModel, Record, TypingError, launched_block, register_model
-from .ptx import numba_intrinsic
 from .target import cuda_target
 
 

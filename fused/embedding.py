@@ -17,7 +17,7 @@ from ..engines import EngineUnavailable
 from ..layout import bias_blocks, n_network_params
 from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
 from .activations import make_activation
-from .encoding_parts import ItemGroup, make_padding
+from .encoding_parts import ItemGroup, float_features, make_padding
 from .encoding_stage import chain_stages, two_turns_at_a_time
 from .encodings import make_encoding, refuse_what_is_missing
 from .fragments import FragmentShape, Target
@@ -155,8 +155,9 @@ def _make_encode(target: Target, plan: EmbeddedPlan) -> Callable:
     memory = LaneMemory(target, "float32", aligned=True, n_inputs=spec.n_input_dims)
     parts = make_encoding(target, spec.encoding, memory, table_gradient=False, input_gradient=False)
     n_own = spec.encoding.n_output_dims
-    padding = make_padding(target, memory, n_own, plan.features.columns - n_own, parts.padding_value)
-    return chain_stages(target, [_make_encode_group(target, group) for group in (*parts.encode, *padding)])
+    n_padding = plan.features.columns - n_own
+    padding = make_padding(target, float_features(target), memory, n_own, n_padding, parts.padding_value)
+    return chain_stages(target, [_make_encode_group(target, group) for group in (*parts.encode, *padding.encode)])
 
 
 def _make_encode_group(target: Target, group: ItemGroup) -> Callable:

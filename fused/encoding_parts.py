@@ -10,9 +10,15 @@ Functions of an encoding find their sample through `at`, a tuple that only the m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arithmetic import make_add, make_multiply
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,9 @@ class EncodingParts:
     encode          put every feature once
     backward        only what has a gradient to compute: together they write dL/dx of the dims that count
     granularity     a power of two up to 8, see `make_features`
-    make_features   make_features(n) -> features(at, column) -> n features from `column` on as float32, for any of the
-                    encoding's columns that is a multiple of n, a power of two up to `granularity`. What Sum and Product
-                    combine; the same values as `encode` puts
+    make_features   make_features(n) -> features(at, column) -> n features from `column` on, for any of the encoding's
+                    columns that is a multiple of n, a power of two up to `granularity`. What Sum and Product combine;
+                    the same values as `encode` puts
     padding_value   what columns behind the encoding's own hold
     """
 
@@ -102,41 +108,133 @@ def make_select(target, n_values: int, n_chosen: int, start: int = 0):
     return select
 
 
-def concatenate_features(target, functions: list[tuple[Callable, int]]) -> Callable:
-    """features(at, column): the features of several such functions, each from its own offset to `column` on."""
-    u32 = target.u32
-    if len(functions) == 1:
-        ((function, offset),) = functions
+@dataclass(frozen=True)
+class FeatureKind:
+    """What features are, and how whoever doesn't look into them puts them together: tuples of float32
+    (`float_features`), or such tuples with their tangents (`second_order_parts.dual_features`).
 
-        def shifted(at, column):
-            return function(at, u32(column + u32(offset)))
+    add, multiply    of two chunks of features, element by element
+    choose           choose(mine, others, column, start, width) -> mine where `column` is one of `width` columns from
+                     `start` on, else the others
+    join             join(first, second) -> the features of both, one behind the other
+    make_constants   make_constants(memory, n, value) -> constants() -> n features
+    make_put         make_put(memory, n) -> put(at, column, features)
+    """
 
-        return target.device(shifted)
-    middle = len(functions) // 2  # halves, since Numba limits how deep functions nest
-    first = concatenate_features(target, functions[:middle])
-    second = concatenate_features(target, functions[middle:])
-
-    def both(at, column):
-        return first(at, column) + second(at, column)
-
-    return target.device(both)
+    add: Callable
+    multiply: Callable
+    choose: Callable
+    join: Callable
+    make_constants: Callable[[Any, int, float], Callable]
+    make_put: Callable[[Any, int], Callable]
 
 
-def make_wide_features(target, parts: EncodingParts, n_values: int, multiple: int) -> Callable:
+@functools.cache
+def make_choose_by_column(target) -> Callable:
+    """Scalar `FeatureKind.choose`."""
+    u32 = np.uint32
+
+    def choose(mine, others, column, start, width):
+        return mine if u32(column - start) < width else others
+
+    return target.scalar(choose)
+
+
+@functools.cache
+def float_features(target) -> FeatureKind:
+    """Features as tuples of float32."""
+    map_values, choose_one = target.map_fragment, make_choose_by_column(target)
+    add_one, multiply_one = make_add(target), make_multiply(target)
+
+    def add(first, second):
+        return map_values(add_one, first, second)
+
+    def multiply(first, second):
+        return map_values(multiply_one, first, second)
+
+    def choose(mine, others, column, start, width):
+        return map_values(choose_one, mine, others, column, start, width)
+
+    def join(first, second):
+        return first + second
+
+    return FeatureKind(
+        *(target.device(f) for f in (add, multiply, choose, join)),
+        make_constants=lambda memory, n, value: memory.make_constants(n, value),
+        make_put=lambda memory, n: memory.make_put(n),
+    )
+
+
+def make_wide_features(target, kind: FeatureKind, parts: EncodingParts, n_values: int, multiple: int) -> Callable:
     """features(at, column) -> any number of features, from a column that is a multiple of `multiple`."""
     width = power_of_two_in(parts.granularity, n_values, multiple)
-    narrow = parts.make_features(width)
-    return concatenate_features(target, [(narrow, offset) for offset in range(0, n_values, width)])
+    narrow, join, u32 = parts.make_features(width), kind.join, target.u32
+
+    def concatenate(offsets: list[int]) -> Callable:
+        if len(offsets) == 1:
+            offset = offsets[0]
+
+            def shifted(at, column):
+                return narrow(at, u32(column + u32(offset)))
+
+            return target.device(shifted)
+        middle = len(offsets) // 2  # halves, since Numba limits how deep functions nest
+        first, second = concatenate(offsets[:middle]), concatenate(offsets[middle:])
+
+        def both(at, column):
+            return join(first(at, column), second(at, column))
+
+        return target.device(both)
+
+    return concatenate(list(range(0, n_values, width)))
 
 
-def make_padding(target, memory, first_column: int, count: int, value: float) -> tuple[ItemGroup, ...]:
-    """Fill `count` columns with a value."""
-    if count == 0:
+def make_chunks(
+    target, kind: FeatureKind, memory, parts: EncodingParts, first_column: int, width: int
+) -> tuple[ItemGroup, ...]:
+    """Put all `width` features of a function of columns, from `first_column` on, chunk by chunk."""
+    if width == 0:
         return ()
-    width, u32 = power_of_two_in(first_column, count), target.u32
-    put, constants = memory.make_put(width), memory.make_constants(width, value)
+    chunk, u32 = power_of_two_in(parts.granularity, first_column, width), target.u32
+    features, put = parts.make_features(chunk), kind.make_put(memory, chunk)
 
-    def pad(item, at):
-        put(at, u32(u32(item * u32(width)) + u32(first_column)), constants())
+    def encode(item, at):
+        column = u32(u32(item * u32(chunk)) + u32(first_column))
+        put(at, column, features(at, column))
 
-    return (ItemGroup(0, count // width, target.device(pad), by_sample=False),)
+    return (ItemGroup(0, width // chunk, target.device(encode), by_sample=False),)
+
+
+def make_parts_by_chunks(
+    target,
+    kind: FeatureKind,
+    memory,
+    make_features: Callable[[int], Callable],
+    *,
+    width: int,
+    granularity: int,
+    backward: tuple[BackwardPart, ...],
+) -> EncodingParts:
+    """An encoding of `width` columns whose items are the chunks of a function of columns, as wide as they can be."""
+    parts = EncodingParts((), backward, granularity, make_features)
+    return dataclasses.replace(parts, encode=make_chunks(target, kind, memory, parts, 0, width))
+
+
+def make_constant_parts(target, kind: FeatureKind, memory, value: float) -> EncodingParts:
+    """No items, and a value as feature of any column."""
+
+    def make_features(n_values: int) -> Callable:
+        constants = kind.make_constants(memory, n_values, value)
+
+        def features(at, column):
+            return constants()
+
+        return target.device(features)
+
+    return EncodingParts((), (), 8, make_features)
+
+
+def make_padding(target, kind: FeatureKind, memory, first_column: int, count: int, value: float) -> EncodingParts:
+    """`count` columns of a value, from `first_column` on."""
+    parts = make_constant_parts(target, kind, memory, value)
+    return dataclasses.replace(parts, encode=make_chunks(target, kind, memory, parts, first_column, count))

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..specs import ModelSpec
 from .arithmetic import make_index_arithmetic, make_multiply
-from .encoding_parts import BackwardPart, ItemGroup, make_padding
+from .encoding_parts import BackwardPart, ItemGroup, float_features, make_padding
 from .encodings import make_encoding
 from .fragments import Target
 from .plan import KernelPlan
@@ -49,8 +49,9 @@ def make_encode(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> C
     )  # fmt: skip
     parts = make_encoding(target, spec.encoding, memory, table_gradient=False, input_gradient=False)
     n_own = spec.encoding.n_output_dims  # a bare encoding's tile is wider than the encoding
-    padding = make_padding(target, memory, n_own, plan.x.columns - n_own, parts.padding_value)
-    return make_encode_groups(target, plan, (*parts.encode, *padding), make_place(target, plan.x))
+    n_padding = plan.x.columns - n_own
+    padding = make_padding(target, float_features(target), memory, n_own, n_padding, parts.padding_value)
+    return make_encode_groups(target, plan, (*parts.encode, *padding.encode), make_place(target, plan.x))
 
 
 def make_place(target: Target, tile: AnyTile) -> Callable:
@@ -155,7 +156,8 @@ def _make_division(target: Target, plan: KernelPlan, group: ItemGroup):
     rows, first_item, count = plan.rows, group.first, group.count
     shares = 32 // rows
     u32 = target.u32
-    _, lane_index, warp_index, *_ = make_indices(target)
+    indices = make_indices(target)
+    lane_index, warp_index = indices.lane, indices.warp
     smaller, inside, quotient, remainder = make_index_arithmetic(target)
 
     multiply = make_multiply(target)
@@ -256,7 +258,7 @@ def _make_clear(target: Target, plan: KernelPlan, first_dim: int, n_dims: int) -
     """A stage: dL/dx of some dims becomes 0."""
     store, rows, u32, f32 = _make_store_input_gradient(target, False), plan.rows, target.u32, target.f32
     turns, locate = _make_division(target, plan, ItemGroup(first_dim, n_dims, None, by_sample=False))
-    _, _, warp_index, *_ = make_indices(target)
+    warp_index = make_indices(target).warp
 
     def clear(base, io, first_row):
         for turn in range(turns):
@@ -319,7 +321,7 @@ def _make_backward_by_sample(
     table_gradient = _make_table_gradient(target, options)
     store, result_scale = _make_store_input_gradient(target, adds), make_read_scale(target, 1)
     add_shares = _make_add_shares(target, rows)
-    _, lane_index, *_ = make_indices(target)
+    lane_index = make_indices(target).lane
     _, _, quotient, remainder = make_index_arithmetic(target)
     input_gradient = options.input_gradient
 
@@ -381,7 +383,7 @@ def _make_backward_by_item(
     (group,) = part.groups
     work = group.work
     turns, locate = _make_division(target, plan, group)
-    _, _, warp_index, *_ = make_indices(target)
+    warp_index = make_indices(target).warp
 
     def backward_part(base, io, first_row):
         scale = result_scale(io[SCALES])

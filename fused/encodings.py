@@ -18,7 +18,7 @@ from ..specs import (
 )
 from .composite import make_composite
 from .empty import make_empty
-from .encoding_parts import EncodingParts
+from .encoding_parts import EncodingParts, float_features
 from .frequency import make_frequency
 from .grid import make_grid
 from .identity import make_identity
@@ -34,7 +34,7 @@ def make_encoding(target, spec: EncodingSpec, memory, **gradients: bool) -> Enco
 
 
 def _make_composite(target, spec: CompositeSpec, memory, **gradients: bool) -> EncodingParts:
-    return make_composite(target, spec, memory, make_encoding, **gradients)
+    return make_composite(target, float_features(target), spec, memory, make_encoding, **gradients)
 
 
 ENCODINGS: dict[type, Callable[..., EncodingParts]] = {

@@ -33,9 +33,8 @@ from ..specs import CompositeSpec, EncodingSpec, GridSpec
 from .fragments import Target
 
 BYTES = 16  # a parameter
-COARSE_FROM = 4.0
 LIMIT = 2.0**16
-BITS_OF_COARSE_FROM, BITS_OF_LIMIT = 0x40800000, 0x47800000  # as float32
+BITS_OF_FOUR, BITS_OF_LIMIT = 0x40800000, 0x47800000  # of float32 numbers
 MAX_COARSE_EXPONENT = 22
 
 
@@ -91,7 +90,7 @@ def make_add_entry(target: Target, n_features: int, first: int):
         too_large = e.u32(0)
         for i, value in enumerate(values):
             magnitude = e.and_(e.float_to_bits(value), 0x7FFFFFFF)  # of positive floats, larger bits mean larger ones
-            is_fine, is_small = e.less(magnitude, BITS_OF_COARSE_FROM), e.less(magnitude, BITS_OF_LIMIT)
+            is_fine, is_small = e.less(magnitude, BITS_OF_FOUR), e.less(magnitude, BITS_OF_LIMIT)
             number = e.round_to_int64(e.fmul(value, e.select(is_fine, fine_scale, coarse_scale)))
             place = e.address(entry, e.select(is_fine, e.u32(0), e.u32(1)), 8, BYTES * i)
             with e.when(e.both(e.less(0, magnitude), is_small)):

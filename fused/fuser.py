@@ -58,21 +58,11 @@ from .tiles import (
     make_aligned_base,
     make_barriers,
     make_exchange,
+    make_first_row_of,
     make_indices,
     make_load_fragment,
     make_store_fragment,
 )
-
-
-def make_first_row_of(target: Target, plan: KernelPlan) -> Callable:
-    """first_row_of(tile): the first row of the batch that is this warp's in a tile."""
-    _, _, warp_index, *_ = make_indices(target)
-    u32, rows, tile_rows = target.u32, plan.rows, plan.tile_rows
-
-    def first_row_of(tile):
-        return u32(u32(tile * u32(tile_rows)) + u32(warp_index() * u32(rows)))
-
-    return target.device(first_row_of)
 
 
 def make_features(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> tuple[Callable, Callable, Callable]:
@@ -107,7 +97,7 @@ def make_inference_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
     _, warp_barrier, _ = make_barriers(target)
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     begin, take_x, end = make_features(target, spec, plan, options)
     x_shape = FragmentShape(plan.rows, plan.x.columns)
     first_row_of, u32, n_out = make_first_row_of(target, plan), target.u32, spec.n_output_dims
@@ -149,7 +139,7 @@ def make_single_gradient_kernel(
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
     before_weight_gradients, after_weight_gradients = make_exchange(target, plan.exchange)
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     load_all, need = make_load_weights(target, plan, layer_offsets(spec))
     begin, take_x, end = make_features(target, spec, plan, options)
     h_keepers, d_keepers = (
@@ -245,8 +235,8 @@ def make_propagate_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
     _, warp_barrier, _ = make_barriers(target)
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
-    warp_index = make_indices(target)[2]
+    indices = make_indices(target)
+    warp_index, block_index, n_blocks = indices.warp, indices.block, indices.n_blocks
     load_all, need = make_load_weights(target, plan, layer_offsets(spec))
     encode = make_encode(target, spec, plan, options)
     load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
@@ -258,7 +248,7 @@ def make_propagate_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
     keep_x = h_keepers[0].keep
     network = make_network_gradient(target, spec, plan, options, need, h_keepers[1:], d_keepers)
     block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
-    barrier = make_barriers(target)[0]
+    barrier = make_barriers(target).barrier
     encoding_backward = make_features_backward(target, spec, plan, options, need)
     first_row_of, u32, f32, warps = make_first_row_of(target, plan), target.u32, target.f32, plan.warps
 
@@ -294,7 +284,8 @@ def make_weight_gradient_kernel(
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
     barrier, _, _ = make_barriers(target)
-    _, _, warp_index, block_index, block_row, n_blocks = make_indices(target)
+    indices = make_indices(target)
+    warp_index, block_index, block_row, n_blocks = indices.warp, indices.block, indices.block_row, indices.n_blocks
     (h_tile,), (d_tile,) = plan.h, plan.d
     h_shape, d_shape = FragmentShape(plan.rows, h_tile.columns), FragmentShape(plan.rows, d_tile.columns)
     restore_h = make_restore(target, packed_registers(target, h_shape), constant=True)
@@ -356,7 +347,7 @@ def make_encoding_gradient_kernel(
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
     barrier, warp_barrier, _ = make_barriers(target)
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     shape = FragmentShape(plan.rows, plan.dx.columns)
     pack, unpack, mask = make_pack(target, shape), make_unpack(target, shape), make_mask(target, shape)
     store, load = make_store_fragment(target, plan.dx, shape), make_load_fragment(target, plan.dx, shape)

@@ -21,7 +21,8 @@ def make_largest_gradient_kernel(target: Target, dtype: str) -> KernelBody:
     """The bits of max |dL/dy| of up to `MAX_ELEMENTS` into `maximum`, which must hold 0 or those of others before: for
     float32 numbers of one sign, larger bits mean larger numbers."""
     size, kind = {"float32": (4, "f32"), "float16": (2, "u16")}[dtype]
-    thread_index, _, _, block_index, _, n_blocks_of = make_indices(target)
+    indices = make_indices(target)
+    thread_index, block_index, n_blocks_of = indices.thread, indices.block, indices.n_blocks
     u32 = target.u32
 
     @target.intrinsic(["u64", "u32", "u32", "u32"], "u32")

@@ -39,7 +39,8 @@ def make_layer_gradient_kernel(target: Target, plan: LayerGradientPlan) -> Kerne
     add_products = make_weight_gradients(target, (layer,))
     zeros, add_tile = make_zeros(target, layer.n_accumulators), _make_add_tile(target, layer)
     shared_base, (barrier, _, copy_wait) = target.dynamic_shared_base(), make_barriers(target)
-    _, _, _, block_index, block_row, n_blocks = make_indices(target)
+    indices = make_indices(target)
+    block_index, block_row, n_blocks = indices.block, indices.block_row, indices.n_blocks
     divide_by, u32 = make_divide_by(target), target.u32
     samples, n_rows_of_tile, n_columns_of_tile = d_tile.rows, d_tile.columns, h_tile.columns
     piece_bytes = plan.piece_bytes

@@ -38,7 +38,7 @@ from .mlp import make_add_product, make_block_sum
 from .network_stage import make_output_gradient
 from .plan import KernelPlan, keeps_gate
 from .stage_io import BATCH, IO_PARAMETERS, Y_STRIDE, GradientOptions, InferenceOptions, KernelBody, Y
-from .tiles import HALF, make_barriers, make_indices, make_load_fragment, make_store_fragment
+from .tiles import HALF, make_barriers, make_first_row_of, make_indices, make_load_fragment, make_store_fragment
 
 OPERANDS = (
     ("operand", "u64"),  # [n_rows, depth], row-major without gaps
@@ -65,14 +65,14 @@ FEATURES_PARAMETERS = (*OPERANDS, ("result", "u64"), ("bad", "u64"), ("mark", "u
 
 def _make_places(target: Target, plan: ProductPlan) -> tuple[Callable, Callable, Callable]:
     """(first_row(), own_row(), first_column()): of the block's tile, of this warp's part of it, and of its columns."""
-    _, _, warp_index, block_index, block_row, _ = make_indices(target)
-    u32, tile_rows, rows, columns = target.u32, plan.tile_rows, plan.rows, plan.columns
+    block_index, block_row = make_indices(target).block, make_indices(target).block_row
+    first_row_of, u32, tile_rows, columns = make_first_row_of(target, plan), target.u32, plan.tile_rows, plan.columns
 
     def first_row():
         return u32(block_index() * u32(tile_rows))
 
     def own_row():
-        return u32(u32(block_index() * u32(tile_rows)) + u32(warp_index() * u32(rows)))
+        return first_row_of(block_index())
 
     def first_column():
         return u32(block_row() * u32(columns))
@@ -208,7 +208,8 @@ def make_output_gradient_kernel(
     add_biases, store, pack = _make_add_biases(target, spec, shape), _make_store(target, plan), make_pack(target, shape)
     output_gradient = make_output_gradient(target, spec, options, shape)
     block_sum = make_block_sum(target, plan.threads)
-    _, _, _, block_index, block_row, n_blocks = make_indices(target)
+    indices = make_indices(target)
+    block_index, block_row, n_blocks = indices.block, indices.block_row, indices.n_blocks
     _, own_row, first_column = _make_places(target, plan)
     u32 = target.u32
 
@@ -274,28 +275,18 @@ def make_features_gradient_kernel(target: Target, plan: ProductPlan) -> KernelBo
     return KernelBody("features_gradient", features_gradient, FEATURES_PARAMETERS)
 
 
-def _make_encoding_rows(target: Target, plan: KernelPlan) -> Callable:
-    """first_row(): the first row of the batch that is this warp's."""
-    _, _, warp_index, block_index, _, _ = make_indices(target)
-    u32, rows, tile_rows = target.u32, plan.rows, plan.tile_rows
-
-    def first_row():
-        return u32(u32(block_index() * u32(tile_rows)) + u32(warp_index() * u32(rows)))
-
-    return target.device(first_row)
-
-
 def make_encode_kernel(
     target: Target, spec: ModelSpec, plan: KernelPlan, options: InferenceOptions | GradientOptions
 ) -> KernelBody:
     """Features of a tile of samples to `features` [., encoding width]."""
     target = target.storing(plan.dtype)
-    shared_base, first_row_of = target.dynamic_shared_base(), _make_encoding_rows(target, plan)
+    shared_base, block_index = target.dynamic_shared_base(), make_indices(target).block
+    first_row_of = make_first_row_of(target, plan)
     encode, (_, warp_barrier, _) = make_encode(target, spec, plan, options), make_barriers(target)
     copy, u32, columns = make_copy_rows(target, plan.x, plan.rows, to_tile=False), target.u32, plan.x.columns
 
     def encode_rows(features, io):
-        base, first_row = shared_base(), first_row_of()
+        base, first_row = shared_base(), first_row_of(block_index())
         encode(base, io, first_row)
         warp_barrier()
         copy(base, features, u32(columns * HALF), first_row, u32(columns))
@@ -308,12 +299,13 @@ def make_encode_backward_kernel(
 ) -> KernelBody:
     """From `features` [., encoding width], their gradients, to the table's gradient and to dL/dx."""
     target = target.storing(plan.dtype)
-    shared_base, first_row_of = target.dynamic_shared_base(), _make_encoding_rows(target, plan)
+    shared_base, block_index = target.dynamic_shared_base(), make_indices(target).block
+    first_row_of = make_first_row_of(target, plan)
     encode_backward, (_, warp_barrier, _) = make_encode_backward(target, spec, plan, options), make_barriers(target)
     copy, u32, columns = make_copy_rows(target, plan.dx, plan.rows, to_tile=True), target.u32, plan.dx.columns
 
     def encode_backward_rows(features, io):
-        base, first_row = shared_base(), first_row_of()
+        base, first_row = shared_base(), first_row_of(block_index())
         copy(base, features, u32(columns * HALF), first_row, u32(columns))
         warp_barrier()
         encode_backward(base, io, first_row)

@@ -1,4 +1,4 @@
-"""Plans that go layer by layer, for networks too wide or too deep for one kernel (`plan.py` has the others).
+"""Plans that go layer by layer, for networks too wide or too deep for one kernel (`network_plans.py` has the others).
 
 A chunk of the batch after the other, every matrix of a chunk stands in global memory, row-major in the model's dtype,
 float16 or bfloat16:

@@ -75,7 +75,7 @@ def make_encode_levels_kernel(target: Target, spec: ModelSpec, plan: LevelPlan, 
     find_table = _make_load_table(target, grid, plan) if plan.shared else _make_global_table(target)
     level_of, clear_largest, f32 = _make_level_of(target, plan), _make_clear_largest(target), target.f32
     shared_base = target.dynamic_shared_base()
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
 
     def encode_levels(n_tiles, planes, plane_bytes, largest, log2_samples, io):
         clear_largest(largest)
@@ -101,7 +101,8 @@ def _make_global_gradients_kernel(target: Target, grid: GridSpec, plan: LevelPla
 
     read_gradient = target.device(read_gradient)
     all_tiles = _make_backward_tiles(target, grid, LevelMemory, plan, options, read_gradient)
-    level_of, block_index, n_blocks = _make_level_of(target, plan), make_indices(target)[3], make_indices(target)[5]
+    level_of = _make_level_of(target, plan)
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
 
     def level_gradients(n_tiles, planes, plane_bytes, largest, log2_samples, io):
         level, place = u32(level_of()), (planes, plane_bytes)
@@ -125,7 +126,7 @@ def _make_shared_gradients_kernel(target: Target, grid: GridSpec, plan: LevelPla
     read_scales, from_feature = _make_read_scales(target), _make_from_feature(target)
     before, offset_of = _make_before(target, 4), _make_offset_of(target, levels)
     barrier, _, _ = make_barriers(target)
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     shared_base, smaller = target.dynamic_shared_base(), make_index_arithmetic(target)[0]
     tiles_a_drain = (1 << LOG2_SAMPLES_A_DRAIN) // plan.tile_rows
 
@@ -209,7 +210,7 @@ def _make_tiles_of_group(
     target: Target, grid: GridSpec, plan: LevelPlan, options, read_gradient: Callable, take: Callable
 ) -> Callable:
     """As `all_tiles`, for the levels of one group. What the next tile's samples need is read ahead."""
-    u32, threads, thread_index = target.u32, plan.threads, make_indices(target)[0]
+    u32, threads, thread_index = target.u32, plan.threads, make_indices(target).thread
     memory = RowMemory(target, options.input_dtype, options.aligned_input)
     read_inputs = memory.make_read_inputs(grid.n_input_dims)
     smaller, inside, *_ = make_index_arithmetic(target)

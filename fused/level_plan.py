@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from ..layout import GridLevel, grid_levels
 from ..specs import GridSpec, ModelSpec
 from .copied_features import with_features_copied
-from .plan import Architecture, KernelPlan, inference_plans, single_plans
+from .network_plans import inference_plans, single_plans
+from .plan import Architecture, KernelPlan
 from .planes import network_behind_planes
 from .stage_io import InferenceOptions
+
+LEVEL_SPLIT_BATCH = 1 << 15
+"""Samples from which on kernels that work level by level pay for their launches and for filling shared memory."""
 
 TURNS_AT_ONCE = 2
 """Samples that a thread has in hand, so that the gathers of one hide those of the other."""
@@ -78,6 +82,11 @@ def is_splittable(spec: ModelSpec, dtype: str = "float16") -> bool:
     if not isinstance(grid, GridSpec) or grid.stochastic_interpolation or grid.fixed_point_pos:
         return False
     return spec.network is not None and dtype == "float16"
+
+
+def is_large(batch: int) -> bool:
+    """Whether a batch is worth splitting, where it can be."""
+    return batch >= LEVEL_SPLIT_BATCH
 
 
 def can_split(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> bool:

@@ -56,7 +56,8 @@ def _make_places(target: Target) -> tuple[Callable, Callable, Callable]:
 @functools.cache
 def _make_product(target: Target):
     """product(n, a, b, c): C <- A B of padded matrices at addresses a, b and c, n x n; then a barrier."""
-    _, lane_index, warp_index, _, _, _ = make_indices(target)
+    indices = make_indices(target)
+    lane_index, warp_index = indices.lane, indices.warp
     u32, is_below = target.u32, make_is_below(target)
 
     @target.intrinsic([], ("f64", ROWS))
@@ -111,7 +112,7 @@ def _make_product(target: Target):
 def make_inverse_fourth_root(target: Target, kappa: float):
     """root(base, n, products, roots, scratch): (1 - kappa) A + kappa I to the power -1/4, for A = `products` [n, n],
     float32, into `roots`, by all threads of a block. A matrix that has no root leaves `roots` as it is."""
-    thread_index = make_indices(target)[0]
+    thread_index = make_indices(target).thread
     u32, uniform, is_below = target.u32, target.uniform, make_is_below(target)
     load, store = make_load(target, "f64"), make_store(target, "f64")
     load_product, store_root = make_load(target, "f32"), make_store(target, "f32")

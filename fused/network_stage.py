@@ -4,8 +4,8 @@
                      phi', keep d
     output           forward product, output activation, loss (or a given gradient), d of the output
 
-`hidden_layer` is a closure around the next layer's, so that a sample's way in and its gradient's way back are one
-function. A hidden width that is no multiple of 16 is padded in every tile; `make_clear_padding` keeps its padding 0.
+A hidden layer is a closure around the next one, so that a sample's way in and its gradient's way back are one function.
+A hidden width that is no multiple of 16 is padded in every tile; `make_clear_padding` keeps its padding 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_load_weights(target: Target, plan: KernelPlan, layer_offsets: list[int]
 
     Resident weights are all loaded at once and need nothing later; streamed ones are loaded at every use.
     """
-    barrier, publish = make_barriers(target)[0], make_publish_weights(target, plan.swizzled)
+    barrier, publish = make_barriers(target).barrier, make_publish_weights(target, plan.swizzled)
     loads = [
         make_load_tile(target, tile, plan.threads, offset)
         for tile, offset in zip(plan.weights.weights, layer_offsets, strict=True)

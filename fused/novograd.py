@@ -98,7 +98,7 @@ def make_norms_kernel(target: Target, layers: list[tuple[int, int]], n_partials:
 
 def make_moments_kernel(target: Target, spec: NovogradSpec, n_layers: int, n_partials: int) -> KernelBody:
     """v of every layer, and (beta1, (1 - beta1) / (sqrt(v) + epsilon)); beta1 = beta2 = 0 in the first update."""
-    thread_index = make_indices(target)[0]
+    thread_index = make_indices(target).thread
     shared_base, u32, uniform = target.dynamic_shared_base(), target.u32, target.uniform
     is_below, word, store_word = make_is_below(target), make_load_word(target), make_store_word(target)
     load_partial, load, store = make_load(target, "f64"), make_load(target, "f32"), make_store(target, "f32")

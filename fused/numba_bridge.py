@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from . import loop_hints, ptx
+from . import intrinsics, loop_hints
 
 SUPPORTED = ((0, 30, 4), (0, 31))
 """numba-cuda versions, first included to last excluded."""
@@ -135,7 +135,7 @@ def kernel_to_ptx(
     inline       the function whatever its size; a call that saves registers costs large ones their point
     """
     flat = _kernel_with_flat_parameters(name, function, parameters, n_own, inline)
-    signature = tuple(ptx.NUMBA_TYPES[kind] for _, kind in parameters)
+    signature = tuple(intrinsics.NUMBA_TYPES[kind] for _, kind in parameters)
     kernel = cuda.jit(flat, lto=False, fastmath=True, launch_bounds=(threads, min_blocks))
     return jitted_to_ptx(kernel, signature, capability, lean=True)
 

@@ -24,10 +24,9 @@ from ..parameter_sizes import ParameterSizes
 from ..specs import LossSpec, ModelSpec, OptimizerSpec
 from .cache import CompiledKernel
 from .compiler import CompileError, compile_kernel, key_of
+from .element_wise_jobs import CollectJob, GradientScaleJob, optimizer_jobs
 from .formats import number_format
 from .jobs import (
-    CollectJob,
-    GradientScaleJob,
     Job,
     KernelSource,
     LevelSplitGradientJob,
@@ -36,7 +35,6 @@ from .jobs import (
     choose,
     inference_job,
     is_aligned,
-    optimizer_jobs,
     training_job,
 )
 from .level_plan import can_split, is_splittable

@@ -182,7 +182,8 @@ def make_chain_kernel(
 def make_after_kernel(target: Target, chain: Chain, count: int) -> KernelBody:
     """What comes behind the leaf's own kernels, for `count` parameters a thread of a slice of `n_params`."""
     u32 = target.u32
-    thread_index, _, _, block_index, _, _ = make_indices(target)
+    indices = make_indices(target)
+    thread_index, block_index = indices.thread, indices.block
     is_below = make_is_below(target)
     step = _make_chain(target, chain, count, True)
     run_step, keeps = step.step, step.keeps

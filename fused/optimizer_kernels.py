@@ -114,7 +114,8 @@ def make_gradient_body(
     padded to whole vectors. `parameters` are the fields of `extra`. `act_on_biases`: in place of the first for network
     parameters from `n_matrix` on, which are no matrices; None where there are none."""
     shared_base = target.dynamic_shared_base()
-    thread_index, lane_index, warp_index, block_index, _, _ = make_indices(target)
+    indices = make_indices(target)
+    thread_index, lane_index, warp_index, block_index = indices.thread, indices.lane, indices.warp, indices.block
     sum_of_rows, sum_of_warps = _make_sum_of_rows(target), _make_sum_of_warps(target)
     to_tuple, is_below = make_to_tuple(target), make_is_below(target)
     load_1, store_1 = make_load(target, "f32"), make_store(target, "f32")

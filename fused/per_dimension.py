@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .arithmetic import make_multiply
-from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, make_divide
+from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, float_features, make_divide, make_parts_by_chunks
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,7 @@ class PerDimension:
 
 def make_per_dimension(target, memory, functions: PerDimension, *, input_gradient: bool) -> EncodingParts:
     """The parts of such an encoding."""
-    n_dims, per_dim, chunk = functions.n_dims, functions.per_dim, functions.chunk
-    u32, f32, map_values = target.u32, target.f32, target.map_fragment
-    read_input, divide = memory.read_input, make_divide(target, per_dim)
-    put, get, add = memory.make_put(chunk), memory.make_get(chunk), memory.make_sum(chunk)
+    read_input, divide = memory.read_input, make_divide(target, functions.per_dim)
 
     def make_features(n_values: int) -> Callable:
         values = functions.make_values(n_values)
@@ -50,18 +47,20 @@ def make_per_dimension(target, memory, functions: PerDimension, *, input_gradien
 
         return target.device(features)
 
-    chunk_features = make_features(chunk)
+    width, backward = functions.n_dims * functions.per_dim, ()
+    if input_gradient:
+        backward = (_make_backward(target, memory, functions),)
+    kind = float_features(target)
+    return make_parts_by_chunks(
+        target, kind, memory, make_features, width=width, granularity=functions.chunk, backward=backward
+    )
 
-    def encode(item, at):
-        column = u32(item * u32(chunk))
-        put(at, column, chunk_features(at, column))
 
-    encode = ItemGroup(0, n_dims * per_dim // chunk, target.device(encode), by_sample=False)
-    if not input_gradient:
-        return EncodingParts((encode,), (), chunk, make_features)
-    slopes, n_chunks = functions.make_slopes(chunk), per_dim // chunk
-
-    multiply = make_multiply(target)
+def _make_backward(target, memory, functions: PerDimension) -> BackwardPart:
+    n_dims, per_dim, chunk = functions.n_dims, functions.per_dim, functions.chunk
+    u32, f32, map_values, n_chunks = target.u32, target.f32, target.map_fragment, per_dim // chunk
+    read_input, slopes = memory.read_input, functions.make_slopes(chunk)
+    get, add, multiply = memory.make_get(chunk), memory.make_sum(chunk), make_multiply(target)
 
     def backward(item, at, gradient, live, dx):
         x = read_input(at, item)
@@ -72,6 +71,5 @@ def make_per_dimension(target, memory, functions: PerDimension, *, input_gradien
             total = total + add(map_values(multiply, dy, slopes(x, k)))
         dx[0] = dx[0] + total * live
 
-    backward = ItemGroup(0, n_dims, target.device(backward), by_sample=False)
-    part = BackwardPart((backward,), memory.first_dim, n_dims, dims_per_item=1)
-    return EncodingParts((encode,), (part,), chunk, make_features)
+    group = ItemGroup(0, n_dims, target.device(backward), by_sample=False)
+    return BackwardPart((group,), memory.first_dim, n_dims, dims_per_item=1)

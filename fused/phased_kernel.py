@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..specs import ModelSpec
 from .fragments import Target, make_zeros
-from .fuser import make_features, make_features_backward, make_first_row_of, make_store_loss
+from .fuser import make_features, make_features_backward, make_store_loss
 from .mlp import make_block_sum, make_weight_gradients
 from .network_stage import make_load_weights, make_network_gradient
 from .phased_plan import GROUPS, PhasedPlan
@@ -21,7 +21,7 @@ from .saved_images import (
     slot_images,
 )
 from .stage_io import BAD, IO_PARAMETERS, MARK, SAVED, GradientOptions, KernelBody
-from .tiles import make_aligned_base, make_barriers, make_divide_by, make_indices
+from .tiles import make_aligned_base, make_barriers, make_divide_by, make_first_row_of, make_indices
 
 
 def make_phased_gradient_kernel(
@@ -31,7 +31,8 @@ def make_phased_gradient_kernel(
     `accumulate` is 0 to overwrite rows of partial sums, 1 to add to them."""
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
-    barrier, block_index, n_blocks = make_barriers(target)[0], make_indices(target)[3], make_indices(target)[5]
+    barrier = make_barriers(target).barrier
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     load_all, _ = make_load_weights(target, plan, layer_offsets(spec))
     begin, take_x, end = make_features(target, spec, plan, options)
     propagate, first_row_of = _make_propagate(target, spec, plan, options, take_x), make_first_row_of(target, plan)
@@ -130,7 +131,7 @@ def _make_sum_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: in
     layers = (plan.layers[layer],)
     zeros = make_zeros(target, layers[0].n_accumulators)
     add_products, write = make_weight_gradients(target, layers), make_write_image_sums(target, layers[0])
-    barrier, block_index = make_barriers(target)[0], make_indices(target)[3]
+    barrier, block_index = make_barriers(target).barrier, make_indices(target).block
     u32, n_ahead, pair_bytes = target.u32, plan.stages - 1, plan.pair_bytes(layer)
     end = plan.stages * pair_bytes
 

@@ -1,24 +1,11 @@
 """Kernel plans: how a model's work is laid out on a chip. Pure Python, a function of specs, architecture and options.
 
-A block of `warps` warps takes tiles of `warps * rows` samples, each warp its own `rows` of them. Two layouts of the
-gradient computation exist, made from the same closures:
-
-single   one persistent kernel: encode, forward, loss, backward, scatter, and dW of all layers summed in registers
-         from the first tile to the last. Activations and gradients stand in shared tiles, none in global memory.
-staged   for networks whose dW does not fit the registers: a *propagate* kernel does the same but saves the fragments
-         of activations and gradients to global memory, chunk of the batch after chunk, and a *weight gradient*
-         kernel a layer shape sums dW from them.
-
-On compute capability 9.0, single plans and inference plans by warpgroups (`warpgroup_plan.py`) come first, and phased
-plans (`phased_plan.py`) for networks 128 wide.
-
-`gradient_plans` lists candidates, best first by an estimate of the warps that a multiprocessor can hold; the caller
-takes the first that compiles without spilling. `inference_plans` does the same for inference.
+A block of `warps` warps takes tiles of `warps * rows` samples, each warp its own `rows` of them. Here is what plans are
+made of: chips, tiles in shared memory, registers, and how dW is divided among warps. `network_plans.py` makes them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -99,19 +86,19 @@ class NetworkTiles:
 class KernelPlan:
     """One kernel's layout.
 
-    kind               "inference", "single", "propagate" or "weight gradient"
+    kind               what the kernel is for: "inference", "single", "propagate", "weight gradient", ...
     warps, rows        of a block; samples a warp
     min_blocks         blocks a multiprocessor shall hold: caps the registers
     weights            weight tiles
     x, dx              tiles of the encoding's output and of its gradient ([tile_rows, encoding_width])
-    h, d               tiles of hidden outputs h_1..h_n and of gradients of z_1..z_n, z_out (single plans)
+    h, d               tiles of hidden outputs h_1..h_n and of gradients of z_1..z_n, z_out (single plans), or one of
+                       each (weight gradient)
     layers             who sums dW (single: all layers; weight gradient: one layer)
     copied_ahead       whether features are copied to the x tile as they stand, asynchronously and a tile ahead
                        (copied_features.py)
     next_x             x's twin (single plans, copied ahead): while dW is summed from one, the other fills
     remembers_in_registers   whether what the way back needs of hidden layers stays in registers (single plans), or is
                        read from its tile again
-    layer_offset       weight gradient: index of the first layer of this shape; the grid's y index counts from it
     dtype              whose number format values are stored in
     """
 
@@ -206,19 +193,6 @@ class Allocator:
         return tile
 
 
-def _weight_tiles(spec: ModelSpec, allocate: Allocator, *, resident: bool) -> NetworkTiles:
-    shapes = spec.layer_shapes
-    if resident or not shapes:
-        tiles = tuple(allocate.tile(f"W{i}", *shape) for i, shape in enumerate(shapes))
-    else:
-        start = allocate.end
-        tiles = tuple(
-            Tile(f"W{i}", rows, columns, start, allocate.n_planes) for i, (rows, columns) in enumerate(shapes)
-        )
-        allocate.end = max(-(-tile.end // SHARED_ALIGNMENT) * SHARED_ALIGNMENT for tile in tiles)
-    return NetworkTiles(tiles, resident)
-
-
 def _widest(spec: ModelSpec) -> int:
     return max((max(shape) for shape in spec.layer_shapes), default=round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
 
@@ -273,38 +247,10 @@ def with_blocks(plan: KernelPlan, min_blocks: int) -> KernelPlan:
     return replace(plan, min_blocks=min_blocks)
 
 
-def inference_plans(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> list[KernelPlan]:
-    from .warpgroup_plan import warpgroup_inference_plans  # made of this file's parts
-
-    n_planes, candidates = format_for(dtype, chip).n_planes, []
-    if len(spec.layer_shapes) > MAX_NESTED_LAYERS:
-        _no_plan(spec, chip)
-    for resident, warps, rows in itertools.product((True, False), (4, 8), (32, 16)):
-        allocate = Allocator(n_planes)
-        weights = _weight_tiles(spec, allocate, resident=resident)
-        x = allocate.tile("x", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
-        registers = fragment_registers(spec, rows, n_planes)
-        if registers <= MAX_REGISTERS:
-            candidates.append((KernelPlan("inference", warps, rows, 1, weights, x, dtype=dtype), registers))
-    plans = _resident_first(ranked(candidates, chip))
-    return [*warpgroup_inference_plans(spec, chip, dtype), *plans] or _no_plan(spec, chip)
-
-
-def _resident_first(plans: list[KernelPlan]) -> list[KernelPlan]:
-    return sorted(plans, key=lambda plan: not plan.weights.resident)
-
-
 def describe_shapes(spec: ModelSpec) -> str:
     if spec.network is None:
         return f"an encoding of width {spec.encoding_width}"
     return "layers of " + ", ".join(f"{fan_out}x{fan_in}" for fan_out, fan_in in spec.layer_shapes)
-
-
-def _no_plan(spec: ModelSpec, chip: Architecture):
-    raise PlanError(
-        f"no fused kernel fits {describe_shapes(spec)} into "
-        f"{chip.shared_per_block // _KIB} KiB of shared memory and {MAX_REGISTERS} registers a thread"
-    )
 
 
 # ---------------------------------------------------------------------------------------------- weight gradients
@@ -375,112 +321,6 @@ def layer_offsets(spec: ModelSpec) -> list[int]:
 def bias_offsets(spec: ModelSpec) -> list[int] | None:
     """Where each layer's biases stand in the parameter vector; None for a network that has none."""
     return [block.offset for block in bias_blocks(spec)] or None
-
-
-def single_plans(
-    spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
-) -> list[KernelPlan]:
-    """Candidates for one persistent gradient kernel; empty where dW does not fit the registers.
-
-    encoding_gradient   whether dL/d(features) is wanted: for a table's gradient, or for dL/dx
-    """
-    from .warpgroup_plan import warpgroup_single_plans  # made of this file's parts
-
-    n_hidden, n_planes = len(spec.layer_shapes) - 1, format_for(dtype, chip).n_planes
-    candidates = []
-    if n_hidden >= MAX_NESTED_LAYERS:
-        return []
-    for warps, rows in ((4, 32), (8, 16), (4, 16), (8, 32)):
-        allocate = Allocator(n_planes)
-        tile_rows = warps * rows
-        weights = _weight_tiles(spec, allocate, resident=True)
-        x = allocate.tile("x", tile_rows, spec.encoding_width)
-        h = tuple(allocate.tile(f"h{i + 1}", tile_rows, spec.layer_shapes[i][0]) for i in range(n_hidden))
-        d = tuple(allocate.tile(f"d{i + 1}", tile_rows, fan_out) for i, (fan_out, _) in enumerate(spec.layer_shapes))
-        dx = allocate.tile("dx", tile_rows, spec.encoding_width) if encoding_gradient else None
-        registers = fragment_registers(spec, rows, n_planes)
-        pairs = list(zip(d, (x, *h), strict=True))
-        layers = divide_weight_gradients(
-            pairs, layer_offsets(spec), warps, MAX_REGISTERS - 15 - registers, bias_offsets(spec)
-        )
-        if layers is not None:
-            plan = KernelPlan("single", warps, rows, 1, weights, x, dx, h, d, layers, dtype=dtype)
-            candidates.append((plan, registers + n_accumulators(layers)))
-    by_warpgroups = warpgroup_single_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype)
-    return [*by_warpgroups, *ranked(candidates, chip)]
-
-
-def staged_plans(
-    spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
-) -> list[StagedPlan]:
-    """Candidates for the propagate kernel, each with its weight-gradient kernels."""
-    n_planes, candidates = format_for(dtype, chip).n_planes, []
-    if len(spec.layer_shapes) > MAX_NESTED_LAYERS:
-        return []
-    for resident, warps, rows in itertools.product((True, False), (8, 4), (32, 16)):
-        allocate = Allocator(n_planes)
-        weights = _weight_tiles(spec, allocate, resident=resident)
-        x = allocate.tile("x", warps * rows, spec.encoding_width)
-        dx = dataclasses.replace(x, name="dx") if encoding_gradient else None  # x is saved before dx is stored
-        registers = fragment_registers(spec, rows, n_planes)
-        if registers <= MAX_REGISTERS:
-            candidates.append((KernelPlan("propagate", warps, rows, 1, weights, x, dx, dtype=dtype), registers))
-    plans = []
-    for propagate in _resident_first(ranked(candidates, chip)):
-        gradients = _weight_gradient_plans(spec, chip, propagate, n_planes)
-        if gradients is not None:
-            plans.append(StagedPlan(propagate, gradients))
-    return plans
-
-
-def _weight_gradient_plans(spec: ModelSpec, chip: Architecture, propagate: KernelPlan, n_planes: int):
-    others = 75 + 40 * (n_planes - 1)  # registers of operands and addresses
-    by_shape: dict[tuple[int, int], list[int]] = {}
-    for i, shape in enumerate(spec.layer_shapes):
-        by_shape.setdefault(shape, []).append(i)
-    biases = [0] if spec.network.bias else None  # the kernel adds where those of the layer it works on stand
-    result = []
-    for (fan_out, fan_in), indices in by_shape.items():
-        allocate = Allocator(n_planes)
-        d = allocate.tile("d", propagate.tile_rows, fan_out)
-        h = allocate.tile("h", propagate.tile_rows, fan_in)
-        layers = divide_weight_gradients([(d, h)], [0], propagate.warps, MAX_REGISTERS - others, biases)
-        if layers is None:
-            return None
-        plan = KernelPlan(
-            "weight gradient", propagate.warps, propagate.rows, 1, h=(h,), d=(d,), layers=layers, dtype=propagate.dtype
-        )
-        if plan.shared_bytes > chip.shared_per_block:
-            return None
-        blocks = max(1, blocks_that_fit(plan, n_accumulators(layers) + others, chip))
-        result.append((with_blocks(plan, blocks), tuple(indices)))
-    return tuple(result)
-
-
-def gradient_plans(
-    spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
-) -> list[KernelPlan | StagedPlan]:
-    """All candidates, the single kernel's first; before them, on compute capability 9.0, the phased ones."""
-    from .phased_plan import phased_plans  # made of this file's parts
-
-    plans = [
-        *phased_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype),
-        *single_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype),
-        *staged_plans(spec, chip, encoding_gradient=encoding_gradient, dtype=dtype),
-    ]
-    return plans or _no_plan(spec, chip)
-
-
-def encoding_gradient_plan(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> KernelPlan:
-    """For a bare encoding: only the tile of its gradient."""
-    n_planes = format_for(dtype, chip).n_planes
-    for warps, rows in ((4, 32), (4, 16), (1, 16)):
-        dx = Allocator(n_planes).tile("dx", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
-        plan = KernelPlan("encoding gradient", warps, rows, 1, dx=dx, dtype=dtype)
-        registers = fragment_registers(spec, rows, n_planes)
-        if plan.shared_bytes <= chip.shared_per_block and registers <= MAX_REGISTERS:
-            return with_blocks(plan, 2 if blocks_that_fit(plan, registers, chip) >= 2 else 1)
-    return _no_plan(spec, chip)
 
 
 def keeps_gate(spec: ModelSpec) -> bool:

@@ -19,8 +19,9 @@ from .ahead import AheadOfCalls
 from .cache import CompiledKernel
 from .compiler import compile_kernel, key_of
 from .driver import Device, DeviceBuffer, LoadedKernel
+from .element_wise_jobs import CollectJob, GradientScaleJob, OptimizerJob, optimizer_jobs
 from .formats import number_format
-from .jobs import CollectJob, GradientScaleJob, Job, KernelSource, OptimizerJob, choose, optimizer_jobs
+from .jobs import Job, KernelSource, choose
 from .optimizer_contract import Optimizer, Slice
 from .plan import Architecture, KernelPlan, architecture
 from .target import OutlineTarget

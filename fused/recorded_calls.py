@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from .driver import RecordedLaunch, Recorder
 
 if TYPE_CHECKING:
-    from .engine import FusedRuntime, Loss
+    from .engine import FusedRuntime
+    from .pending_losses import Loss
 
 
 class RecordedCall:
@@ -28,7 +29,7 @@ class RecordedCall:
         self._made_for = self._state()
 
     def _state(self) -> tuple[int, int]:
-        return self._runtime.configuration, self._runtime.workspace.version
+        return self._runtime.configuration, self._runtime.model.workspace.version
 
     def holds_for(self, runtime: object) -> bool:
         return runtime is self._runtime and self._state() == self._made_for
@@ -61,7 +62,7 @@ class RecordedStep(RecordedCall):
         with_loss = [launch for launch in launches if launch.has("loss") and launch.get("loss") == loss_address]
         self._losses = [launch.place("loss") for launch in with_loss]
         self._numbers = []
-        for numbers, kernel, names in runtime.optimizer_program().numbers():
+        for numbers, kernel, names in runtime.training.optimizer_program().numbers():
             places = {
                 name: [launch.place(theirs) for launch in launches if launch.kernel is kernel and launch.has(theirs)]
                 for name, theirs in names.items()

@@ -19,11 +19,10 @@ from ..engines import EngineUnavailable
 from ..layout import grid_levels
 from ..specs import GridSpec
 from .arithmetic import make_multiply
-from .encoding_parts import BackwardPart, ItemGroup, make_divide
+from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, make_divide
 from .grid import make_interpolation, make_level_constants, make_locate, unrolls_corners
 from .grid_options import make_active, make_of_active, make_work_of_active
 from .grid_rows import consecutive_groups, index_kind, make_any_index, make_index
-from .second_order_parts import SecondOrderParts
 
 
 def _make_curvature(target, name: str) -> Callable:
@@ -42,7 +41,7 @@ def _make_curvature(target, name: str) -> Callable:
     return target.scalar(curvature)
 
 
-def make_second_order_grid(target, spec: GridSpec, memory, *, table_gradient: bool) -> SecondOrderParts:
+def make_second_order_grid(target, spec: GridSpec, memory, *, table_gradient: bool) -> EncodingParts:
     """The parts of a grid in dual numbers; an item is a level."""
     if spec.stochastic_interpolation or spec.fixed_point_pos:
         raise EngineUnavailable(
@@ -171,7 +170,7 @@ def make_second_order_grid(target, spec: GridSpec, memory, *, table_gradient: bo
     return _make_parts(target, spec, memory, make_dual_values, make_backward)
 
 
-def _make_nearest(target, spec: GridSpec, memory, *, table_gradient: bool) -> SecondOrderParts:
+def _make_nearest(target, spec: GridSpec, memory, *, table_gradient: bool) -> EncodingParts:
     """Features that nothing moves: y' = 0, and the entry's gradient is B."""
     n_dims, n_features, levels = spec.n_input_dims, spec.n_features_per_level, grid_levels(spec)
     u32, map_values, spaces = target.u32, target.map_fragment, target.memory_spaces
@@ -233,9 +232,7 @@ def _of_active_levels(
     return make_dual_values_of_active, make_backward_of_active
 
 
-def _make_parts(
-    target, spec: GridSpec, memory, make_dual_values: Callable, make_backward: Callable
-) -> SecondOrderParts:
+def _make_parts(target, spec: GridSpec, memory, make_dual_values: Callable, make_backward: Callable) -> EncodingParts:
     if memory.max_level:
         make_dual_values, make_backward = _of_active_levels(target, spec, memory, make_dual_values, make_backward)
     n_features, levels, u32 = spec.n_features_per_level, grid_levels(spec), target.u32
@@ -262,4 +259,4 @@ def _make_parts(
     encode = tuple(make_encode(first, count) for _, first, count in runs)
     groups = tuple(make_backward(*run) for run in runs)
     part = BackwardPart(groups, memory.first_dim, spec.n_input_dims)
-    return SecondOrderParts(encode, (part,), n_features, make_dual, padding_value=0.0)
+    return EncodingParts(encode, (part,), n_features, make_dual, padding_value=0.0)

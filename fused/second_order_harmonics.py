@@ -7,8 +7,7 @@ import functools
 import numpy as np
 
 from ..specs import SphericalHarmonicsSpec
-from .encoding_parts import BackwardPart, ItemGroup, make_select, power_of_two_in
-from .second_order_parts import SecondOrderParts
+from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, make_select, power_of_two_in
 from .spherical_harmonics import Arithmetic, all_harmonics, gradient_of_direction
 
 
@@ -62,9 +61,7 @@ def _make_gradient_tangent(target, degree: int):
     return gradient
 
 
-def make_second_order_harmonics(
-    target, spec: SphericalHarmonicsSpec, memory, *, table_gradient: bool
-) -> SecondOrderParts:
+def make_second_order_harmonics(target, spec: SphericalHarmonicsSpec, memory, *, table_gradient: bool) -> EncodingParts:
     """The parts of spherical harmonics in dual numbers; the direction moves by 2 v."""
     degree, u32, unroll, map_values = spec.degree, target.u32, target.unroll_full, target.map_fragment
     n_values, np_f32 = degree * degree, np.float32
@@ -119,4 +116,4 @@ def make_second_order_harmonics(
     encode = ItemGroup(0, 1, target.device(encode), by_sample=True)
     backward = ItemGroup(0, 1, target.device(backward), by_sample=True)
     part = BackwardPart((backward,), memory.first_dim, 3)
-    return SecondOrderParts((encode,), (part,), power_of_two_in(n_values), make_dual)
+    return EncodingParts((encode,), (part,), power_of_two_in(n_values), make_dual)

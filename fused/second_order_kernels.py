@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..specs import ModelSpec
+from .encoding_parts import make_padding
 from .encoding_stage import make_backward_parts, make_encode_groups, make_place, make_read_scale
 from .fragments import FragmentShape, Target, make_note_not_finite, make_pack, make_unpack, make_zeros
-from .fuser import make_first_row_of
 from .mlp import make_backward_product, make_weight_gradients, make_write_partial_sums, n_accumulators
 from .network_stage import make_load_weights
 from .plan import KernelPlan, layer_offsets
@@ -34,7 +34,7 @@ from .second_order_network import (
     make_store_derivative,
     make_zeros_at_run_time,
 )
-from .second_order_parts import make_padding_parts
+from .second_order_parts import dual_features
 from .second_order_plan import SecondOrderPlan
 from .stage_io import (
     BAD,
@@ -49,7 +49,15 @@ from .stage_io import (
     KernelBody,
     X,
 )
-from .tiles import Tile, make_barriers, make_indices, make_load_fragment, make_row_address, make_store_fragment
+from .tiles import (
+    Tile,
+    make_barriers,
+    make_first_row_of,
+    make_indices,
+    make_load_fragment,
+    make_row_address,
+    make_store_fragment,
+)
 
 
 def _memory_options(options: SecondOrderOptions) -> dict:
@@ -76,7 +84,8 @@ def _make_encode(target: Target, spec: ModelSpec, plan: SecondOrderPlan, options
     memory = DualMemory(target, **_memory_options(options))
     parts = make_second_order_encoding(target, spec.encoding, memory, table_gradient=False)
     n_own = spec.encoding.n_output_dims  # a bare encoding's tile is wider than the encoding
-    padding = make_padding_parts(target, memory, n_own, plan.x.columns - n_own, parts.padding_value)
+    n_padding = plan.x.columns - n_own
+    padding = make_padding(target, dual_features(target), memory, n_own, n_padding, parts.padding_value)
     return make_encode_groups(target, plan, (*parts.encode, *padding.encode), _make_place(target, plan.x, plan.x_twin))
 
 
@@ -99,7 +108,7 @@ def make_second_order_kernel(
         return _make_encoding_kernel(target, spec, plan, options)
     shared_base = target.dynamic_shared_base()
     barrier, warp_barrier, _ = make_barriers(target)
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     load_all, _ = make_load_weights(target, plan, layer_offsets(spec))
     encode = _make_encode(target, spec, plan, options)
     _, load_x = make_dual_tile(target, plan.x, plan.x_twin, plan.rows)
@@ -160,7 +169,7 @@ def _make_encoding_kernel(
     """Of a bare encoding: y' are the features' tangents, and the gradient u + eps 0 is given."""
     shared_base = target.dynamic_shared_base()
     _, warp_barrier, _ = make_barriers(target)
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     shape = FragmentShape(plan.rows, plan.x.columns)
     encode, encode_backward = (
         _make_encode(target, spec, plan, options),
@@ -203,7 +212,7 @@ def make_largest_tangent_kernel(
     target = target.storing(dtype)
     plan = LARGEST_TANGENT_PLAN
     shared_base = target.dynamic_shared_base()
-    block_index, n_blocks = make_indices(target)[3], make_indices(target)[5]
+    block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     memory = LargestTangentMemory(target, **_memory_options(options))
     parts = make_second_order_encoding(target, spec.encoding, memory, table_gradient=False)
     u32, f32, first_row_of = target.u32, target.f32, make_first_row_of(target, plan)

@@ -6,12 +6,12 @@ import numpy as np
 
 from ..specs import IdentitySpec
 from .arithmetic import make_multiply
-from .encoding_parts import BackwardPart, ItemGroup, make_divide, power_of_two_in
+from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, make_divide, make_parts_by_chunks, power_of_two_in
 from .per_dimension import PerDimension
-from .second_order_parts import SecondOrderParts, make_chunks
+from .second_order_parts import dual_features
 
 
-def make_second_order_per_dimension(target, memory, functions: PerDimension) -> SecondOrderParts:
+def make_second_order_per_dimension(target, memory, functions: PerDimension) -> EncodingParts:
     """The parts of such an encoding in dual numbers."""
     n_dims, per_dim, chunk = functions.n_dims, functions.per_dim, functions.chunk
     u32, f32, map_values, n_chunks = target.u32, target.f32, target.map_fragment, per_dim // chunk
@@ -53,11 +53,11 @@ def make_second_order_per_dimension(target, memory, functions: PerDimension) -> 
 
     backward = ItemGroup(0, n_dims, target.device(backward), by_sample=False)
     part = BackwardPart((backward,), memory.first_dim, n_dims, dims_per_item=1)
-    parts = SecondOrderParts((), (part,), chunk, make_dual)
-    return SecondOrderParts(make_chunks(target, memory, parts, 0, n_dims * per_dim), (part,), chunk, make_dual)
+    kind, width = dual_features(target), n_dims * per_dim
+    return make_parts_by_chunks(target, kind, memory, make_dual, width=width, granularity=chunk, backward=(part,))
 
 
-def make_second_order_identity(target, spec: IdentitySpec, memory, *, table_gradient: bool) -> SecondOrderParts:
+def make_second_order_identity(target, spec: IdentitySpec, memory, *, table_gradient: bool) -> EncodingParts:
     """y = scale x + offset: y' = scale v, dS/dx = scale B."""
     map_values, unroll, u32, n_dims = target.map_fragment, target.unroll_full, target.u32, spec.n_input_dims
     chunk = power_of_two_in(n_dims)
@@ -89,5 +89,5 @@ def make_second_order_identity(target, spec: IdentitySpec, memory, *, table_grad
 
     backward = ItemGroup(0, n_dims // chunk, target.device(backward), by_sample=False)
     part = BackwardPart((backward,), memory.first_dim, n_dims, dims_per_item=chunk)
-    parts = SecondOrderParts((), (part,), chunk, make_dual)
-    return SecondOrderParts(make_chunks(target, memory, parts, 0, n_dims), (part,), chunk, make_dual)
+    kind = dual_features(target)
+    return make_parts_by_chunks(target, kind, memory, make_dual, width=n_dims, granularity=chunk, backward=(part,))

@@ -113,7 +113,7 @@ class Shampoo(LayerLeaf):
 
 def make_begin_kernel(target: Target, spec: ShampooSpec) -> KernelBody:
     """t <- t + 1; the shares (d - d^t) / (1 - d^t) and (1 - d) / (1 - d^t) of each of the four averages."""
-    thread_index, u32 = make_indices(target)[0], target.u32
+    thread_index, u32 = make_indices(target).thread, target.u32
     word, store_word, is_below = make_load_word(target), make_store_word(target), make_is_below(target)
     store, to_tuple = make_store(target, "f32"), make_to_tuple(target)
 
@@ -152,7 +152,8 @@ def make_begin_kernel(target: Target, spec: ShampooSpec) -> KernelBody:
 
 def make_direction_kernel(target: Target, spec: ShampooSpec, sizes: ParameterSizes) -> KernelBody:
     """m, v and u = m / (sqrt(v) + epsilon); w of what is no matrix."""
-    thread_index, _, _, block_index, _, _ = make_indices(target)
+    indices = make_indices(target)
+    thread_index, block_index = indices.thread, indices.block
     u32, map_values, n_params, n_matrix = target.u32, target.map_fragment, sizes.n_params, sizes.n_matrix_params
     is_below, word, load = make_is_below(target), make_load_word(target), make_load(target, "f32")
     store, store_copy, load_2 = make_store(target, "f32"), make_store_copy(target), make_load(target, "f32", 2)
@@ -214,7 +215,7 @@ def _make_address(target: Target, size: int = 4):
 
 def make_roots_kernel(target: Target, spec: ShampooSpec, sizes: ParameterSizes) -> KernelBody:
     """L^(-1/4) in even blocks, R^(-1/4) in odd ones, of the matrices that have their turn after this update."""
-    block_index = make_indices(target)[3]
+    block_index = make_indices(target).block
     u32, uniform, tables = target.u32, target.uniform, Tables(target, sizes)
     rows_of, columns_of, left_of, right_of = tables.rows, tables.columns, tables.left, tables.right
     group_of, scratch_of, word = tables.group, tables.scratch, make_load_word(target)

@@ -1,7 +1,8 @@
 """Where an encoding's numbers come from and go to inside a kernel: inputs and tables in global memory, rows of tiles.
 
 An encoding never addresses memory itself; it asks a memory object for the functions it needs, by width. `RowMemory` is
-the kernels' one. Anything with the same methods will do: registers for embedding, NumPy rows for tests.
+that of kernels that take rows of a tile, `LaneMemory` of models inside a user's kernel; kernels by level and second
+derivatives have theirs in `level_memory.py` and `second_order_memory.py`.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ class RowMemory:
 
     @property
     def floor_to_int(self):
-        return _make_floor_to_int(self.target)
+        """floor_to_int(value) -> int32 in a u32: saturates, NaN gives 0."""
+        return _make_operation(self.target, "floor_to_int", "u32")
 
     @property
     def multiply_add(self):
         """multiply_add(a, b, c) -> a b + c with one rounding."""
-        return _make_multiply_add(self.target)
+        return _make_operation(self.target, "multiply_add", "f32", 3)
 
     def make_floors(self, count: int):
         """floors(values) -> each one's `floor_to_int`, a tuple."""
@@ -92,7 +94,7 @@ class RowMemory:
     @property
     def float_to_bits(self):
         """float_to_bits(value) -> u32."""
-        return _make_float_to_bits(self.target)
+        return _make_operation(self.target, "float_to_bits", "u32")
 
     @property
     def read_max_level(self):
@@ -249,30 +251,14 @@ def _make_floors(target: Target, count: int):
 
 
 @functools.cache
-def _make_floor_to_int(target: Target):
-    @target.intrinsic(["f32"], "u32")
-    def floor_to_int(e, value):
-        return e.floor_to_int(value)
+def _make_operation(target: Target, name: str, result: str, n_operands: int = 1):
+    """The emitter's operation of this name, on float32 numbers."""
 
-    return floor_to_int
+    @target.intrinsic(["f32"] * n_operands, result)
+    def operation(e, *operands):
+        return getattr(e, name)(*operands)
 
-
-@functools.cache
-def _make_multiply_add(target: Target):
-    @target.intrinsic(["f32", "f32", "f32"], "f32")
-    def multiply_add(e, a, b, c):
-        return e.multiply_add(a, b, c)
-
-    return multiply_add
-
-
-@functools.cache
-def _make_float_to_bits(target: Target):
-    @target.intrinsic(["f32"], "u32")
-    def float_to_bits(e, value):
-        return e.float_to_bits(value)
-
-    return float_to_bits
+    return operation
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 IO = (
-    "parameters",  # u64  float16 parameter vector
+    "parameters",  # u64  the parameter vector, as kernels read it (formats.py)
     "table",  # u64  the encoding's part of it
     "x",  # u64  inputs
     "x_stride",  # u32  bytes a row
@@ -74,6 +74,8 @@ class GradientOptions:
 
 @dataclass(frozen=True)
 class InferenceOptions:
+    """What an inference kernel reads and writes; `max_level` as in `GradientOptions`."""
+
     input_dtype: str = "float32"
     aligned_input: bool = True
     output_dtype: str = "float32"

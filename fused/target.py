@@ -4,8 +4,7 @@ that capture what they need, and decorates them last, with `target.device(f)` or
 - `CudaTarget(cc, dtype)`: Numba CUDA device functions for one compute capability;
 - `EmulatorTarget(cc)`: the same functions on NumPy arrays over the threads of one block (`emulator.py`), for whole
   kernels without a GPU;
-- `NjitTarget()`: `numba.njit`, for per-sample functions at C speed on the CPU (their memory is a NumPy array, which
-  the caller's sinks read and write);
+- `NjitTarget()`: `numba.njit`, for scalar functions at C speed on the CPU: in tests, and inside of the emulator;
 - `OutlineTarget()`: nothing but a body's name and parameters.
 
 A target also says in what number format values are stored (`target.format`, see `formats.py`), for the few factories
@@ -50,11 +49,11 @@ class CudaTarget:
     u32, f32, u64 = np.uint32, np.float32, np.uint64
 
     def __init__(self, cc: int, dtype: str = "float16"):
-        from . import loop_hints, numba_bridge, ptx
+        from . import intrinsics, loop_hints, numba_bridge
 
         self.cc, self.format = cc, number_format(dtype)
         self.memory_spaces = numba_bridge.cuda  # `memory_spaces.local.array(n, dtype)` inside a device function
-        self.map_fragment = ptx.map_fragment
+        self.map_fragment = intrinsics.map_fragment
 
         def uniform(value):
             return value
@@ -75,10 +74,10 @@ class CudaTarget:
     scalar = scalar_part = device
 
     def intrinsic(self, arguments: Sequence, result) -> Callable:
-        """Decorator for a body `body(e, *arguments)`; kinds as in `ptx.make_intrinsic`."""
-        from . import ptx
+        """Decorator for a body `body(e, *arguments)`; kinds as in `intrinsics.make_intrinsic`."""
+        from . import intrinsics
 
-        return functools.partial(ptx.make_intrinsic, self.cc, tuple(arguments), result)
+        return functools.partial(intrinsics.make_intrinsic, self.cc, tuple(arguments), result)
 
     def constant(self, values: np.ndarray) -> Callable:
         """A device function `get(i)` that reads a table from constant memory."""
@@ -91,10 +90,10 @@ class CudaTarget:
 
     def dynamic_shared_base(self) -> Callable:
         """A device function that gives the address of the block's dynamic shared memory."""
-        from . import ptx
+        from . import intrinsics
         from .numba_bridge import cuda
 
-        address_of_shared, element = ptx.address_of_shared, np.uint32
+        address_of_shared, element = intrinsics.address_of_shared, np.uint32
 
         def base():
             return address_of_shared(cuda.shared.array(0, dtype=element))
@@ -103,10 +102,10 @@ class CudaTarget:
 
     def static_shared_base(self, n_bytes: int) -> Callable:
         """A device function that gives the address of `n_bytes` of shared memory of its own, a multiple of 16."""
-        from . import ptx
+        from . import intrinsics
         from .numba_bridge import cuda
 
-        address_of_shared, element, n_words = ptx.address_of_shared, np.uint32, -(-n_bytes // 4)
+        address_of_shared, element, n_words = intrinsics.address_of_shared, np.uint32, -(-n_bytes // 4)
 
         def base():
             return address_of_shared(cuda.shared.array(n_words, dtype=element, alignment=16))

@@ -24,6 +24,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -304,9 +305,21 @@ def _make_load_and_split(target: Target, tile: Tile, n_threads: int, parameter_o
     return load_tile
 
 
+class Barriers(NamedTuple):
+    """Functions without arguments.
+
+    barrier        of all threads of the block
+    warp_barrier   of a warp
+    copy_wait      for this thread's asynchronous copies
+    """
+
+    barrier: Callable
+    warp_barrier: Callable
+    copy_wait: Callable
+
+
 @functools.cache
-def make_barriers(target: Target):
-    """(barrier, warp_barrier, copy_wait): of all threads of the block, of a warp, for this thread's copies."""
+def make_barriers(target: Target) -> Barriers:
 
     @target.intrinsic([], "void")
     def barrier(e):
@@ -320,7 +333,7 @@ def make_barriers(target: Target):
     def copy_wait(e):
         e.copy_wait()
 
-    return barrier, warp_barrier, copy_wait
+    return Barriers(barrier, warp_barrier, copy_wait)
 
 
 @functools.cache
@@ -379,10 +392,26 @@ def make_aligned_base(target: Target, alignment: int):
     return target.device(aligned_base)
 
 
-@functools.cache
-def make_indices(target: Target):
-    """(thread, lane, warp, block, block_row, n_blocks) as functions."""
+class Indices(NamedTuple):
+    """Functions without arguments, each of which gives a uint32.
 
+    thread      of the block
+    lane        of the warp
+    warp        of the block
+    block       along the grid's x axis, which has n_blocks
+    block_row   along its y axis
+    """
+
+    thread: Callable
+    lane: Callable
+    warp: Callable
+    block: Callable
+    block_row: Callable
+    n_blocks: Callable
+
+
+@functools.cache
+def make_indices(target: Target) -> Indices:
     def make(name):
         @target.intrinsic([], "u32")
         def index(e):
@@ -390,7 +419,19 @@ def make_indices(target: Target):
 
         return index
 
-    return tuple(make(n) for n in ("thread", "lane", "warp", "block", "block_row", "n_blocks"))
+    return Indices(*(make(name) for name in Indices._fields))
+
+
+def make_first_row_of(target: Target, plan) -> Callable:
+    """first_row_of(tile): the first row of the batch that is this warp's in a tile of `plan.tile_rows` samples, each
+    warp having `plan.rows`."""
+    warp_index = make_indices(target).warp
+    u32, rows, tile_rows = target.u32, plan.rows, plan.tile_rows
+
+    def first_row_of(tile):
+        return u32(u32(tile * u32(tile_rows)) + u32(warp_index() * u32(rows)))
+
+    return target.device(first_row_of)
 
 
 @functools.cache

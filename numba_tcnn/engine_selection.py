@@ -112,7 +112,6 @@ class SelectedEngine:
             dtype=options.dtype,
             device=options.device,
             deterministic=options.deterministic,
-            strict=options.strictly_fused,
         )
         return self._with_max_level(runtime)
 
@@ -123,11 +122,7 @@ class SelectedEngine:
 
     def _with_max_level(self, runtime: Runtime) -> Runtime:
         if self.max_level is not None:
-            try:
-                runtime.set_max_level(self.max_level)
-            except EngineUnavailable:
-                runtime.close()
-                raise
+            runtime.set_max_level(self.max_level)
         return runtime
 
     @property
@@ -304,6 +299,11 @@ class SelectedEngine:
                 self.parameters_version += 1
         return loss
 
+    @property
+    def configuration(self) -> object:
+        """Differs where a recorded call can't hold, whatever its arrays; None where none can be recorded."""
+        return self.runtime.configuration if self.jit_fusion else None
+
     def record_step(self, x: ArrayView, y: ArrayView) -> tuple[LossHandle, RecordedCall | None]:
         """`training_step`, and what repeats it if something can."""
 
@@ -364,7 +364,8 @@ class SelectedEngine:
         self._skipped_in_earlier_runtimes = skipped_steps - self.runtime.skipped_steps
 
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
-        self.run(lambda runtime: runtime.set_max_level(max_level))
+        with self._one_at_a_time:
+            self.runtime.set_max_level(max_level)
         self.max_level = max_level
         self.parameters_version += 1
 

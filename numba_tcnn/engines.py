@@ -1,4 +1,4 @@
-"""The contract between the public modules and the two engines, and the choice between them.
+"""The contract between the public modules and the two engines; `engine_selection.py` chooses.
 
 An engine makes a `Runtime` from a `ModelSpec`: the object that owns one model's parameters and optimizer state
 and computes with them. `numba_tcnn.reference` does so in NumPy, `numba_tcnn.fused` in fused CUDA kernels; neither
@@ -97,10 +97,7 @@ class Runtime(Protocol):
 
     # -- the module
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
-        """From now on grids use this fraction of their levels, or one fraction a row; None is all.
-
-        An engine that always computes all levels raises EngineUnavailable for anything but None.
-        """
+        """From now on grids use this fraction of their levels, or one fraction a row; None is all."""
 
     def inference(
         self, x: ArrayView, out: ArrayView, *, training_params: bool = False, stream: int | None = None

@@ -290,7 +290,8 @@ class Module(NotPickled):
             output = self.engine.empty_like(inputs, shape, dtype)
         else:
             output = self._output(out, shape)
-        if can_repeat and inputs.shape[0] > 0 and inputs.array is x:
+        can_repeat = can_repeat and inputs.shape[0] > 0 and inputs.array is x
+        if can_repeat and self._repeated.should_record(x, out, self.engine.configuration):
             self._repeated.keep(x, out, self.engine.record_inference(inputs, output))
             return out
         stream = stream if stream is not None else inputs.stream
@@ -464,7 +465,7 @@ class Network(Module):
     options that tiny-cuda-nn does not have:
 
     "hidden": [64, 32, 16]  the width of each hidden layer, instead of "n_neurons" and "n_hidden_layers"
-    "bias": true            each layer adds a bias, which begins at 0; not fused yet, so the reference computes it
+    "bias": true            each layer adds a bias, which begins at 0
     """
 
     def __init__(

@@ -135,7 +135,8 @@ class Trainer(NotPickled):
         targets = matching(y, "y")
         if targets is None and external_gradient is None:
             raise TypeError("y may be None only where external_gradient is given")
-        if can_repeat and inputs.shape[0] > 0 and inputs.array is x and targets.array is y:
+        can_repeat = can_repeat and inputs.shape[0] > 0 and inputs.array is x and targets.array is y
+        if can_repeat and self._repeated.should_record(x, y, network.engine.configuration):
             handle, call = network.engine.record_step(inputs, targets)
             self._repeated.keep(x, y, call)
             return LossValue(handle)

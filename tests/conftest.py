@@ -34,7 +34,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use the emulator; skip those marked `gpu` where there is no device, with its own reason."""
     for item in items:
-        if EMULATES & {getattr(value, "__module__", None) for value in vars(item.module).values()}:
+        imported = {getattr(value, "__module__", None) for value in vars(item.module).values()}
+        if EMULATES & imported or "gpu" in item.fixturenames:
             item.add_marker("emulated")
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
@@ -56,10 +57,10 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fused models run here, their kernels on the emulated driver."""
-    with installed(EmulatedDriver(), monkeypatch):
-        yield
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDriver]:
+    """An emulated one (the mark of this name asks for a real one): fused models run, their kernels in the emulator."""
+    with installed(EmulatedDriver(), monkeypatch) as emulated:
+        yield emulated
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from emulation import emulator_target, run_kernel
 from numba_tcnn.fused import device_status, driver, programs
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.compiler import CompileError
-from numba_tcnn.fused.emulator import ADDRESS_BITS, GlobalMemory
+from numba_tcnn.fused.emulated_memory import ADDRESS_BITS, GlobalMemory
 from numba_tcnn.fused.plan import architecture
 from numba_tcnn.fused.programs import OUTLINE
 from numba_tcnn.fused.stage_io import KernelBody

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from numba_tcnn.fused import emulator, fuser, gradient_scale_kernels, optimizer_kernels
+from numba_tcnn.fused.emulated_memory import GlobalMemory
 from numba_tcnn.fused.fixed_point import fixed_point_of
 from numba_tcnn.fused.formats import number_format
 from numba_tcnn.fused.keepers import saved_units
@@ -63,7 +64,7 @@ def emulator_target(cc: int = 90) -> CompileOnceTarget:
 
 def run_kernel(
     target: CompileOnceTarget,
-    memory: emulator.GlobalMemory,
+    memory: GlobalMemory,
     body: KernelBody,
     values: Sequence | Mapping,
     *,
@@ -114,7 +115,7 @@ class EmulatedModel:
     ):
         self.spec, self.misaligned, self.target = spec, misaligned, emulator_target(cc)
         self.max_level, self.shuffle = max_level, shuffle
-        self.memory = emulator.GlobalMemory()
+        self.memory = GlobalMemory()
         self.n_network, self.n_params = n_network_params(spec), n_params(spec)
         self.weights = params.astype(np.float32)
         self.dtype, stored = dtype, number_format(dtype)
@@ -303,7 +304,7 @@ class EmulatedAdam:
     def __init__(self, spec: AdamSpec, params: np.ndarray, n_network: int, n_biases: int = 0, dtype: str = "float16"):
         self.spec, self.n_network, self.n_matrix = spec, n_network, n_network - n_biases
         self.dtype = dtype
-        self.memory = emulator.GlobalMemory()
+        self.memory = GlobalMemory()
         self.n_params = len(params)
         padded = round_up(self.n_params, 4)  # the encoding's parameters are updated four at a time
         self.weights = np.zeros(padded, np.float32)

@@ -43,7 +43,7 @@ class FakeFusedEngine:
         self.reference_create_runtime = numba_tcnn.reference.create_runtime
 
     def create_runtime(
-        self, spec: Any, params: Any, *, dtype: str, device: int, deterministic: bool, strict: bool = False
+        self, spec: Any, params: Any, *, dtype: str, device: int, deterministic: bool
     ) -> FakeFusedRuntime:
         if self.fails_at == "create_runtime":
             raise self.error

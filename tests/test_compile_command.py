@@ -126,7 +126,7 @@ def test_the_engine_compiles_nothing_afterwards(config, n_in, capability, made, 
         patch.setattr("numba_tcnn.fused.programs.compile_kernel", through_the_cache)
         model = tcnn.create_from_config(n_in, 3, config, engine="fused", strict=True)
         use_everything(model, n_in, 3)
-        patch.setattr("numba_tcnn.fused.engine.LEVEL_SPLIT_BATCH", 1)  # as large batches are
+        patch.setattr("numba_tcnn.fused.level_plan.LEVEL_SPLIT_BATCH", 1)  # as large batches are
         use_everything(model, n_in, 3)
         assert model.explain().engine == "fused" and len(model.explain().kernels) >= 11
         del model

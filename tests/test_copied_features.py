@@ -12,7 +12,7 @@ from test_fused_level_split import check as check_level_split
 from test_fused_warpgroups import SHAPES, mlp
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused import engine, level_plan
+from numba_tcnn.fused import level_plan
 from numba_tcnn.fused.copied_features import can_copy, with_features_copied
 from numba_tcnn.fused.emulator import Emitter, RaceError
 from numba_tcnn.fused.jobs import GradientJob, InferenceJob
@@ -73,7 +73,7 @@ def test_copies_have_to_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("n_features", "n_levels"), [(2, 8), (2, 24), (4, 4), (8, 4), (8, 10), (4, 12)])
 def test_planes(n_features: int, n_levels: int, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
     """Of 16 to 80 columns: parts of a panel, one, and two of them; an odd number of turns too."""
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1)
     monkeypatch.setattr(level_plan, "THREADS", (64,))
     encoding = HASH | {"n_features_per_level": n_features, "n_levels": n_levels, "per_level_scale": 1.1}
     with installed(EmulatedDriver(), monkeypatch):

@@ -9,6 +9,7 @@ from emulation import emulator_target
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import emulator
 from numba_tcnn.fused.corner_rows import has_corner_rows, make_corner_rows
+from numba_tcnn.fused.emulated_memory import GlobalMemory
 from numba_tcnn.fused.grid_rows import DENSE, HASHED, make_index
 
 THREADS = 64
@@ -26,7 +27,7 @@ def test_all_at_once_is_one_by_one(n_dims: int, kind: str, hash_name: str, rng: 
     """For cells inside, at the border, and far outside the lattice, negative ones too."""
     spec, target = spec_of(n_dims, hash_name), emulator_target()
     assert has_corner_rows(spec, kind)
-    target.block = emulator.Block(emulator.GlobalMemory(), THREADS, 16)
+    target.block = emulator.Block(GlobalMemory(), THREADS, 16)
     resolution = 9
     n_entries = 256 if kind == HASHED else -(-(resolution**n_dims) // 8) * 8
     cells = [rng.integers(0, resolution, THREADS).astype(np.uint32) for _ in range(n_dims)]

@@ -21,6 +21,7 @@ import numba_tcnn as tcnn
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import emulator
 from numba_tcnn.fused.embedding import EmbeddedPlan, make_evaluate
+from numba_tcnn.fused.emulated_memory import GlobalMemory, RaceError
 from numba_tcnn.fused.row_products import ColumnOrder
 from numba_tcnn.layout import n_network_params
 from numba_tcnn.reference import Model
@@ -45,9 +46,7 @@ PRODUCT = {
 class Evaluation:
     """A model's device function, called by all lanes of some warps of a block in the emulator."""
 
-    def __init__(
-        self, spec: ModelSpec, memory: emulator.GlobalMemory, parameters: int, *, block_size: int = 64, cc: int = 90
-    ):
+    def __init__(self, spec: ModelSpec, memory: GlobalMemory, parameters: int, *, block_size: int = 64, cc: int = 90):
         self.spec, self.memory, self.parameters, self.target = spec, memory, parameters, emulator_target(cc)
         self.plan = EmbeddedPlan(spec, block_size)
         self.evaluate = make_evaluate(self.target, self.plan)
@@ -78,7 +77,7 @@ def params_of(spec: ModelSpec, rng: np.random.Generator) -> np.ndarray:
 
 def check(spec: ModelSpec, *, n_warps: int = 2, seed: int = 5, **how: Any) -> None:
     rng = np.random.default_rng(seed)
-    params, memory = params_of(spec, rng), emulator.GlobalMemory()
+    params, memory = params_of(spec, rng), GlobalMemory()
     half = np.zeros(max(len(params), 8), np.float16)
     half[: len(params)] = params
     evaluation = Evaluation(spec, memory, memory.place(half), **how)
@@ -160,7 +159,7 @@ def test_barriers_that_order_the_lanes_matter(monkeypatch: pytest.MonkeyPatch) -
         mutation.dropped = {place}
         try:
             check(spec, n_warps=1)
-        except emulator.RaceError:
+        except RaceError:
             noticed.append(place)
     assert {name for _, name, _ in noticed} == {"evaluate", "rows_to_lanes"}
     assert sorted(name for _, name, _ in set(places) - set(noticed)) == ["evaluate", "network"]

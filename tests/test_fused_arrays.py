@@ -3,31 +3,31 @@ does with the losses and levels of detail that are not everyday's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import CUresult, EmulatedDriver, installed
+from emulated_driver import CUresult, EmulatedDriver
+from emulated_models import CONFIG, GRADIENT, assert_same_training, batch, make, predict, reference_of, step
 from emulation import emulator_target, run_kernel
 from golden_case import relative_error
-from test_fused_engine import CONFIG, GRADIENT, assert_same_training, batch, make, predict, reference_of, step
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_loss, parse_optimizer
-from numba_tcnn.fused import engine, gradient_programs, gradient_scale_kernels, plan, strided_to_host, to_device
+from numba_tcnn.fused import (
+    gradient_programs,
+    gradient_scale_kernels,
+    level_plan,
+    network_plans,
+    strided_to_host,
+    to_device,
+)
 from numba_tcnn.fused.driver import CudaError
-from numba_tcnn.fused.emulator import ADDRESS_BITS, GlobalMemory
+from numba_tcnn.fused.emulated_memory import ADDRESS_BITS, GlobalMemory
 from numba_tcnn.fused.fragments import FragmentShape, make_load_matrix, make_store_matrix
 from numba_tcnn.fused.keepers import make_saved_keeper
 from numba_tcnn.fused.stage_io import IO, KernelBody
 from numba_tcnn.reference.engine import ReferenceRuntime
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDriver]:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
 
 
 class Part:
@@ -316,7 +316,7 @@ def test_grid_options_in_several_kernels(
     gpu: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, no_reference: None
 ) -> None:
     """In chunks, whose samples draw the random numbers of the whole batch and use their own levels."""
-    monkeypatch.setattr(plan, "single_plans", lambda *arguments, **options: [])
+    monkeypatch.setattr(network_plans, "single_plans", lambda *arguments, **options: [])
     monkeypatch.setattr(gradient_programs, "SAVED_BYTES", 1)
     options = {"stochastic_interpolation": True, "fixed_point_pos": True}
     config = CONFIG | {"encoding": CONFIG["encoding"] | options}
@@ -334,7 +334,7 @@ def test_grid_options_in_several_kernels(
 
 @pytest.mark.parametrize("loss", ["RelativeL2Luminance", "ConstantGradient"])
 def test_losses_of_grids_level_by_level(loss: str, gpu: EmulatedDriver, monkeypatch, no_reference: None) -> None:
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1)
     config = CONFIG | {"loss": {"otype": loss} | ({"gradient": [1, -2, 3]} if loss == "ConstantGradient" else {})}
     model = make(config)
     twin, start = reference_of(model, config), model.params
@@ -348,7 +348,7 @@ def test_losses_of_grids_level_by_level(loss: str, gpu: EmulatedDriver, monkeypa
 @pytest.mark.parametrize("how", ["max_level", "deterministic", "fixed_point_pos"])
 def test_what_is_not_done_level_by_level(how: str, gpu: EmulatedDriver, monkeypatch, no_reference: None) -> None:
     """However large the batch."""
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1)
     options = {"fixed_point_pos": True} if how == "fixed_point_pos" else {}
     config = CONFIG | {"encoding": CONFIG["encoding"] | options}
     model = make(config, deterministic=how == "deterministic")

@@ -11,7 +11,8 @@ import pytest
 from test_fused_kernels import GRID, HOPPER, check, make_spec
 
 from numba_tcnn.fused.activations import ACTIVATIONS
-from numba_tcnn.fused.plan import bias_offsets, single_plans, staged_plans
+from numba_tcnn.fused.network_plans import single_plans, staged_plans
+from numba_tcnn.fused.plan import bias_offsets
 from numba_tcnn.layout import bias_blocks, n_network_params
 
 

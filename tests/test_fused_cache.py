@@ -15,7 +15,8 @@ from numba_tcnn.config import parse_model
 from numba_tcnn.fused import cache, compiler
 from numba_tcnn.fused.cache import CompiledKernel, cache_directory, cache_size, kernel_key, load, store
 from numba_tcnn.fused.jobs import GradientJob
-from numba_tcnn.fused.plan import architecture, single_plans
+from numba_tcnn.fused.network_plans import single_plans
+from numba_tcnn.fused.plan import architecture
 from numba_tcnn.fused.stage_io import GradientOptions
 
 KERNEL = CompiledKernel(
@@ -254,7 +255,8 @@ from test_fused_cache import KERNEL
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import cache, compiler, optimizer_chains, programs
 from numba_tcnn.fused.jobs import GradientJob
-from numba_tcnn.fused.plan import architecture, gradient_plans
+from numba_tcnn.fused.plan import architecture
+from numba_tcnn.fused.network_plans import gradient_plans
 from numba_tcnn.fused.stage_io import GradientOptions
 from numba_tcnn.specs import AdamSpec
 

@@ -2,8 +2,8 @@
 
 What is checked in the PTX: no arrays in local memory (a tuple or a loop that was not unrolled), no float64 (a constant
 of the wrong type), no functions beside the kernel (something that was not inlined), no comparison of float16 numbers
-that takes subnormal ones for 0 (fast mathematics does: derivatives of ReLU would be wrong). In the assembler's report: the
-spills of the plan that is taken. The benchmark's kernels on sm_90 are in test_kernel_record.py.
+that takes subnormal ones for 0 (fast mathematics does: derivatives of ReLU would be wrong). In the assembler's report:
+the spills of the plan that is taken. The benchmark's kernels on sm_90 are in test_kernel_record.py.
 """
 
 from __future__ import annotations
@@ -22,19 +22,12 @@ from numba_tcnn.config import parse_model, parse_optimizer
 from numba_tcnn.fused import compiler
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.compiler import MAX_SPILL_BYTES
-from numba_tcnn.fused.jobs import (
-    CollectJob,
-    GradientJob,
-    GradientScaleJob,
-    InferenceJob,
-    Job,
-    OptimizerJob,
-    choose,
-    optimizer_jobs,
-)
+from numba_tcnn.fused.element_wise_jobs import CollectJob, GradientScaleJob, OptimizerJob, optimizer_jobs
+from numba_tcnn.fused.jobs import GradientJob, InferenceJob, Job, choose
+from numba_tcnn.fused.network_plans import staged_plans
 from numba_tcnn.fused.optimizer_contract import Slice
 from numba_tcnn.fused.optimizers import make_optimizer
-from numba_tcnn.fused.plan import Architecture, StagedPlan, staged_plans
+from numba_tcnn.fused.plan import Architecture, StagedPlan
 from numba_tcnn.fused.programs import OUTLINE, Toolbox
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.parameter_sizes import ParameterSizes

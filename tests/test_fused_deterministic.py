@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
+from emulated_driver import EmulatedDriver
+from emulated_models import CONFIG, assert_same_training, batch, make, reference_of, step
 from emulation import EmulatedModel, emulator_target, run_kernel
 from golden_case import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fused_engine import CONFIG, assert_same_training, batch, make, reference_of, step
 from test_fused_kernels import GRADIENT, HOPPER, data, make_params, make_spec
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_encoding
-from numba_tcnn.fused.emulator import GlobalMemory
+from numba_tcnn.fused.emulated_memory import GlobalMemory
 from numba_tcnn.fused.fixed_point import LIMIT, FixedPoint, fixed_point_of, make_add_entry, make_clear, make_load
-from numba_tcnn.fused.plan import gradient_plans, staged_plans
+from numba_tcnn.fused.network_plans import gradient_plans, staged_plans
 from numba_tcnn.fused.stage_io import GradientOptions, KernelBody
 from numba_tcnn.reference import Model
 from numba_tcnn.specs import LossSpec
@@ -138,12 +137,6 @@ def test_any_order_of_blocks_gives_the_same_bits(staged: bool, rng: np.random.Ge
 # ---------------------------------------------------------------------------------------------- the engine
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDriver]:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
-
-
 def test_training_is_the_same_in_every_run(gpu: EmulatedDriver, no_reference: None) -> None:
     """Blocks in another order each time; steps of several sizes, whose sums have several units."""
     config = CONFIG | {"encoding": COLLIDING}
@@ -182,21 +175,6 @@ def test_gradients_in_fixed_point(gpu: EmulatedDriver, no_reference: None) -> No
     n_network = 2 * 16 * 16
     assert np.isnan(model.network.backward(context, bad).params[n_network:]).all()
     np.testing.assert_array_equal(model.network.backward(context, dL_dy).params, given)
-
-
-def test_steps_that_are_not_finite_are_skipped(gpu: EmulatedDriver, no_reference: None) -> None:
-    model = make(deterministic=True)
-    twin, start = reference_of(model), model.params
-    x, y = batch(70)
-    for bad in (True, False, True, False):
-        targets = y.copy()
-        targets[3, 1] = np.nan if bad else 0.5
-        before = model.params
-        model.trainer.training_step(x, targets)
-        step(twin, x, targets)
-        assert np.array_equal(model.params, before) == bad
-    assert model.trainer.skipped_steps == 2
-    assert_same_training(model, twin, start)
 
 
 def test_models_without_a_table_need_no_sums(gpu: EmulatedDriver, no_reference: None) -> None:

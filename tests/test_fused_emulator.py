@@ -10,8 +10,10 @@ import pytest
 from emulation import EmulatedModel
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault, RaceError
-from numba_tcnn.fused.plan import architecture, inference_plans, single_plans, staged_plans
+from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault, RaceError
+from numba_tcnn.fused.emulator import Block, Emitter
+from numba_tcnn.fused.network_plans import inference_plans, single_plans, staged_plans
+from numba_tcnn.fused.plan import architecture
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.layout import n_params
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from test_fused_kernels import GRADIENT, HOPPER, check, data, make_params, make_spec
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused.plan import encoding_gradient_plan, inference_plans
+from numba_tcnn.fused.network_plans import encoding_gradient_plan, inference_plans
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.layout import n_params
 from numba_tcnn.reference import Model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulated_driver import EmulatedDriver, installed
+from emulated_models import CONFIG, batch, predict, step
 from golden_case import relative_error
-from test_fused_engine import CONFIG, batch, predict, step
 
 import numba_tcnn as tcnn
 from numba_tcnn.arrays import view
@@ -18,7 +18,7 @@ from numba_tcnn.reference.engine import ReferenceRuntime
 REFERENCE = {"bfloat16": "bfloat16", "float32": "float64"}
 TRAINED = {"bfloat16": 3e-3, "float32": 1e-4}
 """Distance to the reference over the way that training went: Adam divides each gradient by its own size, so that the
-smallest gradients count as much as the others, at their own precision; see also test_fused_engine.py."""
+smallest gradients count as much as the others, at their own precision; see also emulated_models.py."""
 GRADIENT = {"bfloat16": 6e-4, "float32": 1e-5}
 
 
@@ -39,7 +39,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_training_inference_and_gradients(dtype: str, emulated_gpu: None, no_reference: None) -> None:
+def test_training_inference_and_gradients(dtype: str, gpu: EmulatedDriver, no_reference: None) -> None:
     """Steps of growing and shrinking batches; the copy that kernels read follows the master, or is the master."""
     model = make(dtype)
     twin, start = reference_of(model), model.params
@@ -65,7 +65,7 @@ def test_training_inference_and_gradients(dtype: str, emulated_gpu: None, no_ref
     assert not any("scales" in kernel.name for kernel in model.explain().kernels)
 
 
-def test_steps_that_are_not_finite_are_skipped(dtype: str, emulated_gpu: None, no_reference: None) -> None:
+def test_steps_that_are_not_finite_are_skipped(dtype: str, gpu: EmulatedDriver, no_reference: None) -> None:
     model = make(dtype)
     x, y = batch(70)
     before = model.params
@@ -82,7 +82,7 @@ def test_steps_that_are_not_finite_are_skipped(dtype: str, emulated_gpu: None, n
     assert not np.array_equal(model.params, before)
 
 
-def test_models_inside_kernels_are_refused_by_name(dtype: str, emulated_gpu: None, no_reference: None) -> None:
+def test_models_inside_kernels_are_refused_by_name(dtype: str, gpu: EmulatedDriver, no_reference: None) -> None:
     with pytest.raises(EngineUnavailable, match=f"device functions compute in float16; {dtype} has none yet"):
         make(dtype).network.device_function()
 

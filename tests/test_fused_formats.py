@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numba_tcnn.engines import EngineUnavailable
-from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault
+from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault
+from numba_tcnn.fused.emulator import Block, Emitter
 from numba_tcnn.fused.formats import FORMATS, bfloat16_bits, number_format
 from numba_tcnn.fused.fragments import FragmentShape, make_note_not_finite, make_pack, make_unpack, packed_registers
-from numba_tcnn.fused.plan import PlanError, architecture, format_for, inference_plans
+from numba_tcnn.fused.network_plans import inference_plans
+from numba_tcnn.fused.plan import PlanError, architecture, format_for
 from numba_tcnn.fused.tiles import (
     Tile,
     make_barriers,

@@ -20,7 +20,7 @@ from test_fused_encodings import BARE, FLIPPED, ROUNDING, composite, on
 from test_fused_kernels import GRADIENT, HOPPER, assert_outputs_agree, data, make_params, make_spec
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused.plan import encoding_gradient_plan, gradient_plans, inference_plans, staged_plans
+from numba_tcnn.fused.network_plans import encoding_gradient_plan, gradient_plans, inference_plans, staged_plans
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.layout import n_params
 from numba_tcnn.reference import Model

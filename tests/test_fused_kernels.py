@@ -22,16 +22,14 @@ from numba_tcnn.config import parse_model
 from numba_tcnn.fused.activations import ACTIVATIONS
 from numba_tcnn.fused.formats import number_format
 from numba_tcnn.fused.losses import LOSSES
-from numba_tcnn.fused.plan import (
-    KernelPlan,
-    StagedPlan,
-    architecture,
+from numba_tcnn.fused.network_plans import (
     encoding_gradient_plan,
     gradient_plans,
     inference_plans,
     single_plans,
     staged_plans,
 )
+from numba_tcnn.fused.plan import KernelPlan, StagedPlan, architecture
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.layout import grid_levels, n_params, parameter_blocks
 from numba_tcnn.reference import Model

@@ -16,7 +16,7 @@ from model_draws import OPTIMIZER
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused import engine, level_kernels, level_plan, level_split_programs
+from numba_tcnn.fused import level_kernels, level_plan, level_split_programs
 from numba_tcnn.fused.plan import architecture
 from numba_tcnn.layout import grid_levels, n_network_params, n_params, parameter_blocks
 from numba_tcnn.reference.model import Model
@@ -33,7 +33,7 @@ MLP = {"otype": "FullyFusedMLP", "n_neurons": 16, "n_hidden_layers": 1, "activat
 @pytest.fixture(autouse=True)
 def split(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every batch is split; blocks of 64 threads, so that small batches have several tiles."""
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1)
     monkeypatch.setattr(level_plan, "THREADS", (64,))
     with installed(EmulatedDriver(), monkeypatch):
         yield

@@ -11,7 +11,8 @@ import pytest
 from test_fused_kernels import GRID, HOPPER, check
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused.plan import StagedPlan, gradient_plans, staged_plans
+from numba_tcnn.fused.network_plans import gradient_plans, staged_plans
+from numba_tcnn.fused.plan import StagedPlan
 from numba_tcnn.specs import ModelSpec
 
 

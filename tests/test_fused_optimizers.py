@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from numba_tcnn.fused import activations, losses, optimizer_kernels
 from numba_tcnn.fused.adam import make_adam
-from numba_tcnn.fused.emulator import GlobalMemory
+from numba_tcnn.fused.emulated_memory import GlobalMemory
 from numba_tcnn.fused.formats import FORMATS, number_format
 from numba_tcnn.fused.grid_rows import consecutive_groups, index_kind, make_index
 from numba_tcnn.fused.target import NjitTarget

@@ -11,9 +11,11 @@ from test_fused_kernels import GRID, HOPPER, check, data, make_params
 from test_fused_warpgroups import mlp
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault, RaceError
+from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault, RaceError
+from numba_tcnn.fused.emulator import Block, Emitter
+from numba_tcnn.fused.network_plans import gradient_plans
 from numba_tcnn.fused.phased_plan import PhasedPlan, phased_plans
-from numba_tcnn.fused.plan import architecture, gradient_plans
+from numba_tcnn.fused.plan import architecture
 from numba_tcnn.fused.saved_images import image, make_restore_image, make_save_image, make_signs
 from numba_tcnn.fused.stage_io import GradientOptions
 from numba_tcnn.fused.warpgroup_plan import warpgroup_inference_plans

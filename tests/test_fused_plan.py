@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.fused import mlp, plan, tiles
-from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory
+from numba_tcnn.fused.emulated_memory import GlobalMemory
+from numba_tcnn.fused.emulator import Block, Emitter
 from numba_tcnn.fused.mlp import WeightGradient, n_accumulators
+from numba_tcnn.fused.network_plans import (
+    encoding_gradient_plan,
+    gradient_plans,
+    inference_plans,
+    single_plans,
+    staged_plans,
+)
 from numba_tcnn.fused.phased_plan import PhasedPlan, phased_plans
 from numba_tcnn.fused.plan import (
     MAX_REGISTERS,
@@ -27,12 +35,7 @@ from numba_tcnn.fused.plan import (
     StagedPlan,
     architecture,
     divide_weight_gradients,
-    encoding_gradient_plan,
-    gradient_plans,
-    inference_plans,
     layer_offsets,
-    single_plans,
-    staged_plans,
 )
 from numba_tcnn.fused.tiles import Tile
 from numba_tcnn.layout import n_network_params

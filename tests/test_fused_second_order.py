@@ -25,7 +25,7 @@ from test_fused_kernels import HOPPER, TOLERANCES, data, make_params, make_spec
 
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused.activations import ACTIVATIONS
-from numba_tcnn.fused.emulator import RaceError
+from numba_tcnn.fused.emulated_memory import RaceError
 from numba_tcnn.fused.second_order_plan import SHAPES, SecondOrderPlan, second_order_plans
 from numba_tcnn.fused.target import NjitTarget
 from numba_tcnn.layout import parameter_blocks

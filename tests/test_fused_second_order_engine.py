@@ -1,13 +1,12 @@
-"""`backward_backward_input` of fused models: on the emulated driver (test_fused_engine.py), and what can't be had."""
+"""`backward_backward_input` of fused models: on the emulated driver (emulated_models.py), and what can't be had."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
+from emulated_driver import EmulatedDriver
 from second_order_emulation import SecondOrderModel
 from test_fused_encodings import composite
 from test_fused_kernels import TOLERANCES
@@ -34,12 +33,6 @@ CONFIG = {
     "optimizer": {"otype": "Adam", "learning_rate": 1e-2},
 }
 NAMES = ("dL_doutput", "params", "input")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDriver]:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
 
 
 def make(config: dict = CONFIG, n_in: int = 3, n_out: int = 2, **options: Any) -> tcnn.Model:

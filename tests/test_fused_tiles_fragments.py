@@ -8,7 +8,8 @@ from emulation import emulator_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault
+from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault
+from numba_tcnn.fused.emulator import Block, Emitter
 from numba_tcnn.fused.fragments import (
     FragmentShape,
     make_load_matrix,

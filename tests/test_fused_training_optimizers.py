@@ -1,19 +1,18 @@
 """Models with every optimizer, trained by the real engine on an emulated driver, against the reference.
 
-As in test_fused_engine.py both round at the same points, and what is left is a small part of the way that the
+As in emulated_models.py both round at the same points, and what is left is a small part of the way that the
 parameters went.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
-from test_fused_engine import CONFIG, TRAINED, batch, predict, reference_of, step
+from emulated_driver import EmulatedDriver
+from emulated_models import CONFIG, TRAINED, batch, predict, reference_of, step
 
 import numba_tcnn as tcnn
 from numba_tcnn.layout import n_network_params
@@ -48,12 +47,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         },
     },
 }
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDriver]:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
 
 
 def with_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +225,7 @@ def test_a_missing_kernel_carries_everything_over(name: str, gpu: EmulatedDriver
         model.trainer.training_step(x, y)
         step(twin, x, y)
     gpu.compiler.fails = ("optimizer EmaSpec", "layer optimizer ShampooSpec")
-    model.network.engine.runtime._programs.clear()
+    model.network.engine.runtime.model.programs.clear()
     with pytest.warns(tcnn.JitFusionWarning, match="NvvmError: not today"):
         model.trainer.training_step(x, y)
     step(twin, x, y)

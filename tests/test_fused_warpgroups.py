@@ -12,8 +12,10 @@ from emulation import EmulatedModel
 from test_fused_kernels import GRADIENT, GRID, HOPPER, LOSS, assert_gradients_agree, check, make_params
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused.emulator import Emitter, RaceError
-from numba_tcnn.fused.plan import KernelPlan, architecture, gradient_plans, inference_plans, single_plans
+from numba_tcnn.fused.emulated_memory import RaceError
+from numba_tcnn.fused.emulator import Emitter
+from numba_tcnn.fused.network_plans import gradient_plans, inference_plans, single_plans
+from numba_tcnn.fused.plan import KernelPlan, architecture
 from numba_tcnn.fused.stage_io import GradientOptions
 from numba_tcnn.fused.warpgroup_plan import warpgroup_inference_plans, warpgroup_single_plans
 from numba_tcnn.fused.wgmma import WARPGROUP

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from emulation import emulator_target
 
-from numba_tcnn.fused.emulator import Block, Emitter, GlobalMemory, MemoryFault, RaceError
+from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault, RaceError
+from numba_tcnn.fused.emulator import Block, Emitter
 from numba_tcnn.fused.fragments import FragmentShape, make_pack
 from numba_tcnn.fused.mlp import WeightGradient, make_backward_product, make_forward_product
 from numba_tcnn.fused.swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile

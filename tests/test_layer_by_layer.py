@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,15 @@ import numpy as np
 import pytest
 from agreement import Agreement, Comparison
 from emulated_driver import EmulatedDriver, installed
+from emulated_models import assert_same_training, batch, make, predict, reference_of, step
 from hypothesis import HealthCheck, given, settings
 from model_draws import Draw, draws
 from test_fused_emulator import BarrierMutation
-from test_fused_engine import assert_same_training, batch, make, predict, reference_of, step
 
 import numba_tcnn as tcnn
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import jobs, layer_programs, plan
-from numba_tcnn.fused.emulator import RaceError
+from numba_tcnn.fused.emulated_memory import RaceError
 from numba_tcnn.fused.layer_plan import (
     LAYER_BY_LAYER,
     ChunkLayout,
@@ -45,12 +44,6 @@ GRID = {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 6, "base_resolu
 
 def no_plan(*arguments: Any, **options: Any) -> None:
     raise PlanError("not in this test")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDriver]:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 from test_fused_compile import check, compiler_for, kernels_of, needs_toolkit, ptx_of  # noqa: F401
 
 from numba_tcnn.config import parse_model
-from numba_tcnn.fused.jobs import GradientJob, InferenceJob, OptimizerJob, choose
+from numba_tcnn.fused.element_wise_jobs import OptimizerJob
+from numba_tcnn.fused.jobs import GradientJob, InferenceJob, choose
 from numba_tcnn.fused.layer_plan import LayeredPlan
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.specs import AdamSpec, ModelSpec

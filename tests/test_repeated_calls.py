@@ -1,18 +1,21 @@
-"""Calls that are repeated between the same device arrays, on the emulated driver: recorded once, then only launched."""
+"""Calls that are repeated between the same device arrays, on the emulated driver: the first is as any other, the second
+is recorded, the rest are only launched."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
 
 import numba_tcnn as tcnn
-from numba_tcnn.fused import engine, to_device
-from numba_tcnn.repeated_calls import MAX_PAIRS, RepeatedCalls
+from numba_tcnn.fused import engine, level_plan, pending_losses, to_device
+from numba_tcnn.repeated_calls import MAX_ATTEMPTS, MAX_PAIRS, RepeatedCalls
+
+pytestmark = pytest.mark.usefixtures("gpu")
 
 CONFIG = {
     "encoding": {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 6, "base_resolution": 3},
@@ -31,33 +34,23 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with installed(EmulatedDriver(), monkeypatch) as emulated:
-        yield emulated
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """ "step" or "inference" for each call that was repeated from its recording."""
+    """Which calls were recorded and which were repeated from their recording, in order: "repeat step" and the like."""
     made: list[str] = []
-    for name in ("step", "inference"):
-        real = getattr(engine.FusedRuntime, f"repeat_{name}")
+    for name in ("record_step", "record_inference", "repeat_step", "repeat_inference"):
+        real = getattr(engine.FusedRuntime, name)
 
-        def repeat(self, recorded, real=real, name=name):
-            made.append(name)
-            return real(self, recorded)
+        def call(self, *arguments, real=real, name=name):
+            made.append(name.replace("_", " "))
+            return real(self, *arguments)
 
-        monkeypatch.setattr(engine.FusedRuntime, f"repeat_{name}", repeat)
+        monkeypatch.setattr(engine.FusedRuntime, name, call)
     return made
 
 
 def make(**changes: Any) -> tcnn.Model:
-    """A model that has made a step: the first one clears memory, and is not recorded."""
-    model = tcnn.create_from_config(2, 3, CONFIG | changes, strict=True)
-    x, y = np.random.default_rng(8).random((2, 40, 3), np.float32)
-    model.trainer.training_step(x[:, :2], y)
-    return model
+    return tcnn.create_from_config(2, 3, CONFIG | changes, strict=True)
 
 
 def batches(n: int, size: int = 40) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -78,7 +71,7 @@ def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["single", "split"])
 def test_steps_go_as_without_recording(name: str, split: bool, calls, monkeypatch, no_reference: None) -> None:
     """Bit for bit: losses, parameters, state; with a learning rate that changes and a step that is skipped."""
-    monkeypatch.setattr(engine, "LEVEL_SPLIT_BATCH", 1 if split else 1 << 30)
+    monkeypatch.setattr(level_plan, "LEVEL_SPLIT_BATCH", 1 if split else 1 << 30)
     fast, plain = make(optimizer=OPTIMIZERS[name]), make(optimizer=OPTIMIZERS[name])
     on_host = batches(2)
     on_device = [(to_device(x), to_device(y)) for x, y in on_host]
@@ -87,16 +80,16 @@ def test_steps_go_as_without_recording(name: str, split: bool, calls, monkeypatc
             fast.trainer.learning_rate = plain.trainer.learning_rate = 3e-3
         losses = fast.trainer.training_step(*on_device[i % 2]), plain.trainer.training_step(*on_host[i % 2])
         assert float(losses[0]) == float(losses[1])
-    assert calls == ["step"] * 6
+    assert calls == ["record step"] * 2 + ["repeat step"] * 4
     np.testing.assert_array_equal(fast.params, plain.params)
-    assert fast.trainer.step == plain.trainer.step == 9
+    assert fast.trainer.step == plain.trainer.step == 8
     assert_same(fast.optimizer.state_dict(), plain.optimizer.state_dict())
     x, _ = on_host[0]
     out = to_device(np.full((40, 3), np.nan, np.float32))
-    for _ in range(2):
+    for _ in range(3):
         fast.network.inference(on_device[0][0], out=out)
         np.testing.assert_array_equal(out.numpy(), plain.network.inference(x))
-    assert calls[6:] == ["inference"]
+    assert calls[6:] == ["record inference", "repeat inference"]
 
 
 def test_a_step_that_is_skipped(calls, no_reference: None) -> None:
@@ -104,14 +97,14 @@ def test_a_step_that_is_skipped(calls, no_reference: None) -> None:
     y[3, 1] = np.inf
     x, y = to_device(x), to_device(y)
     before = model.params
-    for _ in range(3):
+    for _ in range(4):
         model.trainer.training_step(x, y)
-    assert calls == ["step"] * 2 and model.trainer.skipped_steps == 3
+    assert calls == ["record step", *["repeat step"] * 2] and model.trainer.skipped_steps == 4
     np.testing.assert_array_equal(model.params, before)
 
 
 def test_what_moves_is_recorded_again(calls, no_reference: None) -> None:
-    """A larger batch moves the workspace; new training and max_level change kernels; parameters of inference move."""
+    """A larger batch moves the workspace: recorded anew at once. max_level changes kernels: arrays count as new."""
     model, ((x, y),), ((large, targets),) = make(), batches(1), batches(1, 3000)
     x, y, large, targets = (to_device(a) for a in (x, y, large, targets))
     twin = make()
@@ -119,76 +112,145 @@ def test_what_moves_is_recorded_again(calls, no_reference: None) -> None:
     def step() -> None:
         assert float(model.trainer.training_step(x, y)) == float(twin.trainer.training_step(x.numpy(), y.numpy()))
 
-    step()
-    step()
-    assert calls == ["step"]
+    for _ in range(3):
+        step()
+    assert calls == ["record step", "repeat step"]
+    calls.clear()
     model.trainer.training_step(large, targets), twin.trainer.training_step(large.numpy(), targets.numpy())
     step()
-    assert calls == ["step"]
     step()
-    assert calls == ["step"] * 2
+    assert calls == ["record step", "repeat step"]
+    calls.clear()
     model.network.max_level = twin.network.max_level = 0.5
-    step()
-    assert calls == ["step"] * 2
+    for _ in range(3):
+        step()
+    assert calls == ["record step", "repeat step"]
 
 
-def test_gone_arrays_are_not_mistaken_for_new_ones(calls, no_reference: None) -> None:
+def test_a_configuration_of_its_own_for_each_step_records_nothing(calls, no_reference: None) -> None:
+    model, ((x, y),) = make(), batches(1)
+    x, y = to_device(x), to_device(y)
+    for level in (0.3, 0.4, 0.5, 0.6):
+        model.network.max_level = level
+        model.trainer.training_step(x, y)
+    assert calls == []
+
+
+def test_new_arrays_record_nothing(calls, no_reference: None) -> None:
+    """Nor are they mistaken for gone ones, whose ids they may have got."""
     model = make()
+    out = to_device(np.zeros((40, 3), np.float32))
     for x, y in batches(5):
         given = to_device(x), to_device(y)
         model.trainer.training_step(*given)
+        model.network.inference(given[0], out=out)
         del given
         gc.collect()
     assert calls == []
 
 
+def test_incomplete_recordings_are_given_up(calls, no_reference: None) -> None:
+    """ConstantGradient clears a word in each step. Another configuration gets its chance."""
+    model = make(loss={"otype": "ConstantGradient", "gradient": [1.0, -2.0, 0.5]})
+    ((x, y),) = batches(1)
+    x, y = to_device(x), to_device(y)
+    for _ in range(MAX_ATTEMPTS + 3):
+        model.trainer.training_step(x, y)
+    assert calls == ["record step"] * MAX_ATTEMPTS
+    model.network.max_level = 0.5
+    for _ in range(MAX_ATTEMPTS + 3):
+        model.trainer.training_step(x, y)
+    assert calls == ["record step"] * 2 * MAX_ATTEMPTS
+
+
+def test_one_incomplete_recording_is_no_reason_to_give_up(calls, monkeypatch, no_reference: None) -> None:
+    """The second step needs the place of the first one's loss, and fetches it."""
+    monkeypatch.setattr(pending_losses, "LOSS_SLOTS", 1)
+    model, ((x, y),) = make(), batches(1)
+    x, y = to_device(x), to_device(y)
+    waiting = model.trainer.training_step(x, y)
+    for _ in range(3):
+        model.trainer.training_step(x, y)
+    assert calls == ["record step", "record step", "repeat step"]
+    twin = make()
+    assert float(waiting) == float(twin.trainer.training_step(x.numpy(), y.numpy()))
+
+
 def test_a_copy_records_for_itself(calls, no_reference: None) -> None:
     model, ((x, y),) = make(), batches(1)
     x, y = to_device(x), to_device(y)
-    model.trainer.training_step(x, y)
+    for _ in range(2):
+        model.trainer.training_step(x, y)
     twin = copy.deepcopy(model)
     before = model.params
     twin.trainer.training_step(x, y)
-    assert calls == []
+    assert calls == ["record step"]
     np.testing.assert_array_equal(model.params, before)
     model.trainer.training_step(x, y)
-    assert calls == ["step"]
+    assert calls == ["record step", "repeat step"]
     np.testing.assert_array_equal(model.params, twin.params)
 
 
 def test_a_move_to_the_reference_ends_it(calls) -> None:
     model, ((x, y),) = tcnn.create_from_config(2, 3, CONFIG), batches(1)
-    model.trainer.training_step(x, y)
     x, y = to_device(x), to_device(y)
     out = to_device(np.zeros((40, 3), np.float32))
-    for _ in range(2):
+    for _ in range(3):
         model.trainer.training_step(x, y)
         model.network.inference(x, out=out)
-    assert calls == ["step", "inference"]
+    made = ["record step", "record inference", "repeat step", "repeat inference"]
+    assert calls == made
     step, inference = model.trainer._repeated.find(x, y), model.network._repeated.find(x, out)
     model.jit_fusion = False
     for call in (step, inference):
         assert model.network.engine.repeat(call, is_step=False) == (False, None)
-    assert calls == ["step", "inference"] and model.trainer.step == 3
+    assert calls == made and model.trainer.step == 3
+    assert model.network.engine.configuration is None
 
 
 def test_contexts_see_that_parameters_have_changed(calls, no_reference: None) -> None:
     model, ((x, y),) = make(), batches(1)
     on_device = to_device(x), to_device(y)
-    model.trainer.training_step(*on_device)
+    for _ in range(2):
+        model.trainer.training_step(*on_device)
     _, context = model.network.forward(x)
     model.trainer.training_step(*on_device)
-    assert calls == ["step"]
+    assert calls == ["record step", "repeat step"]
     with pytest.raises(RuntimeError, match="parameters"):
         model.network.backward(context, y)
 
 
-def test_only_the_last_pairs_are_kept() -> None:
-    class Array:
-        pass
+class Array:
+    pass
 
+
+def test_only_the_pairs_that_came_last_are_kept() -> None:
     arrays, calls = [Array() for _ in range(MAX_PAIRS + 2)], RepeatedCalls()
     for a in arrays:
+        assert [calls.should_record(a, a, 7), calls.should_record(a, a, 7)] == [False, True]
         calls.keep(a, a, print)
-    assert [calls.find(a, a) for a in arrays] == [None, None] + [print] * MAX_PAIRS
-    assert copy.deepcopy(calls).find(arrays[-1], arrays[-1]) is None
+        assert calls.find(arrays[0], arrays[0]) is print  # it comes again and again
+    kept = [arrays[0], *arrays[3:]]
+    assert [a for a in arrays if calls.find(a, a) is print] == kept
+    assert copy.deepcopy(calls).find(arrays[0], arrays[0]) is None
+
+
+def test_who_goes_round_more_pairs_than_are_kept_records_nothing() -> None:
+    arrays, calls = [Array() for _ in range(MAX_PAIRS + 1)], RepeatedCalls()
+    assert not any(calls.should_record(a, a, 7) for _ in range(3) for a in arrays)
+
+
+def test_nothing_is_recorded_without_a_configuration() -> None:
+    a, calls = Array(), RepeatedCalls()
+    assert not any(calls.should_record(a, a, None) for _ in range(3))
+
+
+def test_arrays_are_not_kept_alive() -> None:
+    a, calls = Array(), RepeatedCalls()
+    for _ in range(2):
+        calls.should_record(a, a, 7)
+    calls.keep(a, a, print)
+    gone = weakref.ref(a)
+    del a
+    gc.collect()
+    assert gone() is None

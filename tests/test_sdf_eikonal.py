@@ -63,7 +63,7 @@ def test_no_steps_at_all(example):
 
 
 @pytest.mark.slow
-def test_fused_steps_are_those_of_the_reference(example, emulated_gpu):
+def test_fused_steps_are_those_of_the_reference(example, gpu):
     """On the emulated driver; Adam moves a weight by at most its learning rate, so errors can't hide in sizes."""
     fused, reference = (example.Training("torus", engine=engine) for engine in ("fused", "reference"))
     start = reference.params.copy()

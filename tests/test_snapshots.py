@@ -111,15 +111,20 @@ def assert_same(actual: tcnn.Model, expected: tcnn.Model) -> None:
 # -------------------------------------------------------------------------------------------- going on
 
 
+def assert_goes_on(model, path, n_steps, **options):
+    """So many steps, then as many again, by the model and by what is loaded."""
+    train(model, range(n_steps))
+    model.save(path)
+    loaded = tcnn.load(path, **options)
+    assert_same(loaded, model)
+    following = range(n_steps, 2 * n_steps)
+    assert train(loaded, following) == train(model, following)
+    assert_same(loaded, model)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(name, tmp_path):
-    model = make(with_optimizer(name))
-    train(model, range(7))
-    model.save(tmp_path / "model.safetensors")
-    loaded = tcnn.load(tmp_path / "model.safetensors", engine="reference")
-    assert_same(loaded, model)
-    assert train(loaded, range(7, 14)) == train(model, range(7, 14))
-    assert_same(loaded, model)
+    assert_goes_on(make(with_optimizer(name)), tmp_path / "model.safetensors", 7, engine="reference")
 
 
 @pytest.mark.slow
@@ -242,15 +247,9 @@ def test_from_one_engine_to_the_other(monkeypatch, tmp_path):
     assert train(here, range(3, 6)) == train(there, range(3, 6)) == train(model, range(3, 6))
 
 
-def test_the_fused_engine_goes_on_from_device_memory(emulated_gpu, no_reference, tmp_path):
+def test_the_fused_engine_goes_on_from_device_memory(gpu, no_reference, tmp_path):
     """The emulated driver computes a step the same way every time."""
-    model = make(engine="fused")
-    train(model, range(2))
-    model.save(tmp_path / "model")
-    loaded = tcnn.load(tmp_path / "model", engine="fused")
-    assert_same(loaded, model)
-    assert train(loaded, range(2, 4)) == train(model, range(2, 4))
-    assert_same(loaded, model)
+    assert_goes_on(make(engine="fused"), tmp_path / "model", 2, engine="fused")
 
 
 @pytest.mark.gpu

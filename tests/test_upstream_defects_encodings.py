@@ -1,4 +1,4 @@
-"""Defects of tiny-cuda-nn in encodings that are fixed here, tests named by their numbers in our list of such defects.
+"""Defects of tiny-cuda-nn 2.0 in encodings that are fixed here, a test each, numbered through all such tests.
 
 Where tiny-cuda-nn's recorded results are affected, `test_reference_encodings_golden.py` leaves them out.
 """
@@ -149,7 +149,7 @@ def test_defect_12_composite_reductions(reduction, rng):
 
 
 @pytest.mark.parametrize("option", ["stochastic_interpolation", "fixed_point_pos"])
-def test_defect_13_options_of_grids_count_in_fused_kernels(option: str, emulated_gpu, no_reference, rng):
+def test_defect_13_options_of_grids_count_in_fused_kernels(option: str, gpu, no_reference, rng):
     """Upstream's JIT silently ignores stochastic interpolation and max_level."""
     config = {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 6, "base_resolution": 3}
     fused = tcnn.Encoding(2, config | {option: True}, strict=True)
@@ -163,7 +163,7 @@ def test_defect_13_options_of_grids_count_in_fused_kernels(option: str, emulated
         assert np.abs(gradient - plain.backward(plain.forward(x)[1], dL_dy).params).max() > 0.1
 
 
-def test_defect_13_max_level_counts_in_fused_kernels(emulated_gpu, no_reference, rng):
+def test_defect_13_max_level_counts_in_fused_kernels(gpu, no_reference, rng):
     grid = tcnn.Encoding(2, {"otype": "HashGrid", "n_levels": 4, "base_resolution": 4}, strict=True)
     grid.params = rng.uniform(-0.5, 0.5, grid.n_params)
     x = rng.random((5, 2), np.float32)

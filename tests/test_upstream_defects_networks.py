@@ -1,7 +1,7 @@
 """Defects of tiny-cuda-nn in networks and their gradients that are fixed here, one test each.
 
-The numbers are those of our list of such defects. Numbers 1, 2 and 3 are also compared with tiny-cuda-nn's recorded
-results in `test_golden_networks.py`.
+They are numbered through all such tests. What 1, 2 and 3 do to tiny-cuda-nn's recorded results is in
+`test_golden_networks.py`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_defect_14_a_fused_forward_with_a_fallback_backward(monkeypatch, rng):
 
 
 @pytest.mark.slow
-def test_defect_15_kernels_of_another_mode_or_loss(emulated_gpu, no_reference, rng):
+def test_defect_15_kernels_of_another_mode_or_loss(gpu, no_reference, rng):
     """Upstream compiles a kernel once for each object and uses it whatever is asked for later. Ours are found by all
     that they depend on: asked for in any order, gradients and losses are those of a new model that is asked but once.
 
