@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_tcnn.fused.jobs import Job, inference_job, is_aligned, optimizer_jobs, training_job
+from numba_tcnn.fused.element_wise_jobs import optimizer_jobs
+from numba_tcnn.fused.jobs import Job, inference_job, is_aligned, training_job
 from numba_tcnn.fused.level_plan import can_split
 from numba_tcnn.fused.offline import CAPABILITIES
 from numba_tcnn.fused.optimizer_contract import Slice

@@ -16,7 +16,8 @@ from numba_tcnn.fused import level_plan
 from numba_tcnn.fused.copied_features import can_copy, with_features_copied
 from numba_tcnn.fused.emulator import Emitter, RaceError
 from numba_tcnn.fused.jobs import GradientJob, InferenceJob
-from numba_tcnn.fused.plan import KernelPlan, architecture, inference_plans, single_plans
+from numba_tcnn.fused.network_plans import inference_plans, single_plans
+from numba_tcnn.fused.plan import KernelPlan, architecture
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 from numba_tcnn.specs import ModelSpec
 
