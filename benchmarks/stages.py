@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nothing can be measured: {device_status(0).reason}", file=sys.stderr)
         return 2
     if options.split_from is not None:
-        level_plan.LEVEL_SPLIT_BATCH = options.split_from
+        level_plan.LEVEL_SPLIT_BATCH, level_plan.WITH_GLOBAL_SUMS = options.split_from, 1
     try:
         cases = load_cases(options.configs)
     except ValueError as error:

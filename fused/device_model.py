@@ -14,7 +14,7 @@ from . import fixed_point
 from .call_arrays import CallArrays
 from .driver import Device, DeviceBuffer
 from .formats import number_format
-from .level_plan import can_split, is_large
+from .level_plan import split_batch
 from .optimizer_state import VECTOR
 from .programs import Toolbox, Workspace
 from .stream_order import StreamOrder
@@ -87,7 +87,7 @@ class DeviceModel:
         self.arrays = CallArrays(owner, self.workspace, self.order)
         self.programs: dict[tuple, Any] = {}
         self.configuration = 0
-        self._can_split = can_split(spec, self.toolbox.chip, dtype)
+        self._split_batch = split_batch(spec, self.toolbox.chip, dtype)
         self._padded = round_up(self.n_params, VECTOR)  # optimizer kernels read and write whole vectors
         self._master = DeviceBuffer(owner, 4 * self._padded)
         self._copy = None if self.format.reads_master else self.parameters_buffer()
@@ -184,4 +184,4 @@ class DeviceModel:
 
     def splits(self, batch: int) -> bool:
         """Whether such a batch goes to kernels that work level by level."""
-        return is_large(batch) and self._can_split and not self.has_max_level
+        return self._split_batch is not None and batch >= self._split_batch and not self.has_max_level

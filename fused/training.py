@@ -8,6 +8,7 @@ from ..arrays import ArrayView
 from ..specs import LossSpec
 from .device_model import DeviceModel
 from .driver import DeviceBuffer
+from .element_wise_jobs import optimizer_jobs
 from .gradient_programs import Batch
 from .gradient_runs import GradientRuns
 from .jobs import is_aligned, training_job
@@ -143,6 +144,7 @@ class Training:
         return loss
 
     def _make_program(self, key: tuple):
+        self._start_optimizer_program()
         _, x_dtype, aligned, dtype, loss_name, density_dtype, _, split = key
         job = training_job(
             self._model.spec, x_dtype.name, aligned, dtype.name, loss=loss_name,
@@ -150,6 +152,16 @@ class Training:
             dtype=self._model.format.dtype, **self._gradients.kinds,
         )  # fmt: skip
         return self._gradients.program(job)
+
+    def _start_optimizer_program(self) -> None:
+        """Its kernels compile while the gradient program's do."""
+        model = self._model
+        if ("optimizer",) not in model.programs:
+            jobs = optimizer_jobs(
+                self.optimizer, model.n_network, model.format.dtype, fixed_point=model.sums_in_fixed_point
+            )
+            for job, _, _ in jobs:
+                model.toolbox.start(job)
 
     def optimizer_program(self) -> OptimizerProgram:
         return self._model.program(("optimizer",), self._make_optimizer_program)

@@ -175,3 +175,11 @@ def test_what_can_be_split(encoding: dict, network: dict, expected: bool) -> Non
 ])  # fmt: skip
 def test_samples_that_a_block_adds_up(n_tiles: int, n_blocks: int, tile_rows: int, expected: int) -> None:
     assert level_kernels.log2_samples(n_tiles, n_blocks, tile_rows) == expected
+
+
+@pytest.mark.parametrize(("log2_size", "times"), [(15, 1), (19, 4)])
+def test_tables_that_do_not_fit_shared_memory_need_larger_batches(log2_size: int, times: int) -> None:
+    encoding = {"otype": "HashGrid", "n_levels": 16, "log2_hashmap_size": log2_size}
+    spec = parse_model(3, 16, encoding, MLP)
+    assert level_plan.split_batch(spec, HOPPER) == times * level_plan.LEVEL_SPLIT_BATCH
+    assert level_plan.split_batch(spec, HOPPER, "bfloat16") is None
