@@ -162,10 +162,12 @@ class Optimizer:
 
     def turn(self) -> None:
         """All kernels of a step are launched."""
-        for counter in self.counters.values():
+        for counter in self.all_counters():
             counter.turn()
-        for child in self.children().values():
-            child.turn()
+
+    def all_counters(self) -> list[Counter]:
+        """Its own and its children's."""
+        return [*self.counters.values(), *(c for child in self.children().values() for c in child.all_counters())]
 
     @property
     def keeps(self) -> bool:

@@ -68,6 +68,7 @@ class RecordedStep(RecordedCall):
                 for name, theirs in names.items()
             }
             self._numbers.append((numbers, places))
+        self._counters = runtime.training.optimizer.all_counters()
 
     def set(self, mark: int, loss_address: int) -> None:
         """What is different this time. The optimizer has come forward to this step."""
@@ -79,6 +80,11 @@ class RecordedStep(RecordedCall):
             for name, value in numbers().items():
                 for values, i in places[name]:
                     values[i] = value
+
+    def turn(self) -> None:
+        """`Optimizer.turn`: all kernels are launched."""
+        for counter in self._counters:
+            counter.turn()
 
     def __call__(self) -> Loss:
         return self._runtime.repeat_step(self)

@@ -139,7 +139,7 @@ class Training:
         self.optimizer.step()
         recorded.set(self._gradients.next_mark(), address)
         recorded.launch()
-        self.optimizer.turn()
+        recorded.turn()
         model.table_gradient.collected()
         return loss
 

@@ -21,7 +21,7 @@ from .engine_selection import EngineOptions, SelectedEngine
 from .engines import Explanation
 from .initial_values import initial_params
 from .layout import n_encoding_params, n_params, parameter_blocks
-from .repeated_calls import RepeatedCalls, never_moves
+from .repeated_calls import RepeatedCalls, never_move
 from .specs import ModelSpec
 
 
@@ -277,7 +277,7 @@ class Module(NotPickled):
         dtype   of the result without `out`: float32 or float16 (float64 from a model that computes in it)
         stream  CUDA stream handle to launch on; by default the one on which x becomes ready
         """
-        can_repeat = stream is None and never_moves(x, out)
+        can_repeat = stream is None and never_move(x, out)
         if can_repeat:
             call = self._repeated.find(x, out)
             if call is not None and self.engine.repeat(call, is_step=False)[0]:

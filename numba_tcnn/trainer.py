@@ -17,7 +17,7 @@ from .initial_values import initial_params
 from .modules import Module, NotPickled
 from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, create_optimizer, non_negative
 from .perturbation import LogisticNoise
-from .repeated_calls import RepeatedCalls, never_moves
+from .repeated_calls import RepeatedCalls, never_move
 
 
 @total_ordering
@@ -115,7 +115,7 @@ class Trainer(NotPickled):
         """
         network = self.network
         is_plain = data_pdf is None and external_gradient is None and run_optimizer and stream is None
-        can_repeat = is_plain and self._noise is None and never_moves(x, y)
+        can_repeat = is_plain and self._noise is None and never_move(x, y)
         if can_repeat:
             call = self._repeated.find(x, y)
             if call is not None:
