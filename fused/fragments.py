@@ -136,11 +136,12 @@ def make_sum(target: Target, n_registers: int):
 
 
 @functools.cache
-def make_load_matrix(target: Target, shape: FragmentShape, dtype: str):
+def make_load_matrix(target: Target, shape: FragmentShape, dtype: str, *, clear: bool = True):
     """load(matrix, stride, first_row, n_rows, n_columns) -> accumulator form.
 
     A row-major float32, float16 or bfloat16 matrix in global memory, `stride` bytes a row, from `first_row` (this
-    warp's) on. Elements beyond n_rows or n_columns are 0; rows beyond are never read.
+    warp's) on. Elements beyond n_rows or n_columns are 0, or where they need not be `clear` others of the matrix; what
+    lies beyond is never read.
     """
     kind, size = ("f32", 4) if dtype == "float32" else ("u16", 2)
     number_format = FORMATS[dtype]
@@ -153,19 +154,21 @@ def make_load_matrix(target: Target, shape: FragmentShape, dtype: str):
         for i in range(shape.n_elements):
             row, column = shape.element(i)
             row, column = e.add(first_row, e.add(g, row)), e.add(t2, column)
-            inside = e.both(e.less(row, n_rows), e.less(column, n_columns))
             line = e.address_by(matrix, e.minimum(row, last_row), stride)
             value = e.load_global(e.address(line, e.minimum(column, last_column), size), kind)[0]
             value = number_format.join(e, [value]) if kind == "u16" else value
-            values.append(e.select(inside, value, e.f32(0.0)))
+            if clear:
+                inside = e.both(e.less(row, n_rows), e.less(column, n_columns))
+                value = e.select(inside, value, e.f32(0.0))
+            values.append(value)
         return values
 
     return load_matrix
 
 
-def make_load_columns(target: Target, shape: FragmentShape, dtype: str):
+def make_load_columns(target: Target, shape: FragmentShape, dtype: str, *, clear: bool = True):
     """load(matrix, stride, first_row, n_rows, first_column, n_columns): `make_load_matrix` from `first_column` on."""
-    load, shift, u32 = make_load_matrix(target, shape, dtype), make_shift(target, dtype), target.u32
+    load, shift, u32 = make_load_matrix(target, shape, dtype, clear=clear), make_shift(target, dtype), target.u32
 
     def load_columns(matrix, stride, first_row, n_rows, first_column, n_columns):
         n_left = u32(n_columns - first_column)

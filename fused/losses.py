@@ -1,21 +1,23 @@
 """Losses as scalar device functions (mirror of reference/losses.py).
 
-`loss(p, t, density) -> (value, gradient)` for a prediction p, a target t and the probability density with which the
-element was sampled (1 where none is given), with d = p - t and without the factor 1 / (n_out * batch) that turns the
-sum into a mean. Denominators count as constants, as in tiny-cuda-nn: the gradient is not differentiated through them.
+`loss(p, t, w) -> (value, gradient)` for a prediction p, a target t and the element's weight w, 1 over the probability
+density with which it was sampled (1 where none is given), with d = p - t and without the factor 1 / (n_out * batch)
+that turns the sum into a mean. Denominators count as constants, as in tiny-cuda-nn: the gradient is not differentiated
+through them.
 
-    L2            d^2 / density                        2 d / density
-    L1            |d| / density                        sign(d) / density
-    RelativeL2    d^2 / (p^2 + 0.01) / density         2 d / (p^2 + 0.01) / density
-    RelativeL1    |d| s, s = 1 / (|p| + 0.01) / density             sign(d) s
-    Mape          |d| s, s = 1 / (|t| + 0.01) / density             sign(d) s
-    Smape         |d| s, s = 1 / ((|t| + |p|) / 2 + 0.01) / density  sign(d) s
-    CrossEntropy  -t ln(p) / density                   -t / p / density
-    Variance      t^2 / p / density - t^2 / density^2  -t^2 / p^2 / density
+    L2            d^2 w                        2 d w
+    L1            |d| w                        sign(d) w
+    RelativeL2    d^2 s, s = w / (p^2 + 0.01)  2 d s
+    RelativeL1    |d| s, s = w / (|p| + 0.01)  sign(d) s
+    Mape          |d| s, s = w / (|t| + 0.01)  sign(d) s
+    Smape         |d| s, s = w / ((|t| + |p|) / 2 + 0.01)  sign(d) s
+    CrossEntropy  -t w ln(p)                   -t w / p
+    Variance      t^2 w / p - t^2 w^2          -t^2 w / p^2
+
+A weight, not a density to divide by: what a kernel multiplies by 1 costs nothing, but NVVM keeps a division by 1.
 
 RelativeL2Luminance is RelativeL2 with the luminance of the prediction's row in place of p in the denominator:
-`loss(p, t, density, luminance)`. ConstantGradient is no function here: the engine gives its gradient as that of the
-outputs.
+`loss(p, t, w, luminance)`. ConstantGradient is no function here: the engine gives its gradient as that of the outputs.
 """
 
 from __future__ import annotations
@@ -31,55 +33,54 @@ from .fragments import FragmentShape, Target, lane_row_and_column
 f32 = np.float32
 
 
-def _l2(p, t, density):
+def _l2(p, t, w):
     d = p - t
-    return d * d / density, f32(2) * d / density
+    return d * d * w, f32(2) * d * w
 
 
-def _l1(p, t, density):
+def _l1(p, t, w):
     d = p - t
-    s = f32(1) / density
-    return abs(d) * s, s if d >= f32(0) else -s
+    return abs(d) * w, w if d >= f32(0) else -w
 
 
-def _relative_l2(p, t, density):
+def _relative_l2(p, t, w):
     d = p - t
-    s = f32(1) / ((p * p + f32(0.01)) * density)
+    s = w / (p * p + f32(0.01))
     return d * d * s, f32(2) * d * s
 
 
-def _relative_l2_luminance(p, t, density, luminance):
+def _relative_l2_luminance(p, t, w, luminance):
     d = p - t
-    s = f32(1) / ((luminance * luminance + f32(0.01)) * density)
+    s = w / (luminance * luminance + f32(0.01))
     return d * d * s, f32(2) * d * s
 
 
-def _relative_l1(p, t, density):
+def _relative_l1(p, t, w):
     d = p - t
-    s = f32(1) / ((abs(p) + f32(0.01)) * density)
+    s = w / (abs(p) + f32(0.01))
     return abs(d) * s, s if d >= f32(0) else -s
 
 
-def _mape(p, t, density):
+def _mape(p, t, w):
     d = p - t
-    s = f32(1) / ((abs(t) + f32(0.01)) * density)
+    s = w / (abs(t) + f32(0.01))
     return abs(d) * s, s if d >= f32(0) else -s
 
 
-def _smape(p, t, density):
+def _smape(p, t, w):
     d = p - t
-    s = f32(1) / ((f32(0.5) * (abs(t) + abs(p)) + f32(0.01)) * density)
+    s = w / (f32(0.5) * (abs(t) + abs(p)) + f32(0.01))
     return abs(d) * s, s if d >= f32(0) else -s
 
 
-def _cross_entropy(p, t, density):
-    f = -t / density
+def _cross_entropy(p, t, w):
+    f = -t * w
     return f * math.log(p), f / p
 
 
-def _variance(p, t, density):
-    f = t * t / density
-    return f / p - f / density, -f / (p * p)
+def _variance(p, t, w):
+    f = t * t * w
+    return f / p - f * w, -f / (p * p)
 
 
 LOSSES: dict[str, Callable] = {
@@ -99,7 +100,7 @@ LUMINANCE_WEIGHTS = (0.299, 0.587, 0.114)  # of red, green, blue
 
 @functools.cache
 def make_loss(target, name: str):
-    """Scalar (prediction, target, density) -> (value, gradient); see `needs_luminance`."""
+    """Scalar (prediction, target, weight) -> (value, gradient); see `needs_luminance`."""
     return target.scalar(LOSSES[name])
 
 

@@ -91,36 +91,49 @@ def make_clear_padding(target: Target, spec: ModelSpec, layer: int, shape: Fragm
     return target.device(clear)
 
 
+def make_weights(target: Target, spec: ModelSpec, options: GradientOptions, shape: FragmentShape) -> Callable:
+    """weights(io, first_row, first_column) -> 1 / density of the targets from `first_column` on; the number 1 where
+    there are no densities."""
+    f32, u32, n_out, map_values = target.f32, target.u32, spec.n_output_dims, target.map_fragment
+    if options.density_dtype is None:
+
+        def weights(io, first_row, first_column):
+            return f32(1)
+
+    else:
+        load = make_load_columns(target, shape, options.density_dtype, clear=False)
+        divide = make_divide(target)
+
+        def weights(io, first_row, first_column):
+            density = load(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
+            return map_values(divide, f32(1), density)
+
+    return target.device(weights)
+
+
 def make_loss_gradient(target: Target, spec: ModelSpec, options: GradientOptions, shape: FragmentShape) -> Callable:
     """loss_gradient(io, first_row, first_column, p) -> (dL/dp, sum of this thread's loss values) of the outputs p from
-    `first_column` on; where the gradient is given, whatever p is, and 0."""
-    load_y = make_load_columns(target, shape, options.target_dtype)
-    load_density = make_load_columns(target, shape, options.density_dtype or "float32")
+    `first_column` on; where the gradient is given, whatever p is, and 0. dL/dp beyond the batch and the outputs is 0
+    where it is given, else any number."""
+    load_y = make_load_columns(target, shape, options.target_dtype, clear=options.loss is None)
+    weights = make_weights(target, spec, options, shape)
     mask, total_of = make_mask(target, shape), make_sum(target, shape.n_elements)
     n_out, u32, f32, map_values = spec.n_output_dims, target.u32, target.f32, target.map_fragment
-    has_density, given_scale = options.density_dtype is not None, make_read_scale(target, 0)
 
     if options.loss is None:
-        multiply, divide = make_multiply(target), make_divide(target)
+        multiply, given_scale = make_multiply(target), make_read_scale(target, 0)
 
         def loss_gradient(io, first_row, first_column, p):
             given = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
             g = map_values(multiply, given, given_scale(io[SCALES]))
-            if has_density:
-                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
-                return map_values(divide, g, density), f32(0)
-            return g, f32(0)
+            return map_values(multiply, g, weights(io, first_row, first_column)), f32(0)
 
     elif needs_luminance(options.loss):
         loss, luminance = make_loss(target, options.loss), make_luminance(target, shape, n_out)
 
         def loss_gradient(io, first_row, first_column, p):
             t = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
-            if has_density:
-                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
-                values, g = map_values(loss, p, t, density, luminance(p))
-            else:
-                values, g = map_values(loss, p, t, f32(1), luminance(p))
+            values, g = map_values(loss, p, t, weights(io, first_row, first_column), luminance(p))
             return g, total_of(mask(values, first_row, io[BATCH], u32(u32(n_out) - first_column)))
 
     else:
@@ -128,11 +141,7 @@ def make_loss_gradient(target: Target, spec: ModelSpec, options: GradientOptions
 
         def loss_gradient(io, first_row, first_column, p):
             t = load_y(io[Y], io[Y_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
-            if has_density:
-                density = load_density(io[DENSITY], io[DENSITY_STRIDE], first_row, io[BATCH], first_column, u32(n_out))
-                values, g = map_values(loss, p, t, density)
-            else:
-                values, g = map_values(loss, p, t, f32(1))
+            values, g = map_values(loss, p, t, weights(io, first_row, first_column))
             return g, total_of(mask(values, first_row, io[BATCH], u32(u32(n_out) - first_column)))
 
     return target.device(loss_gradient)

@@ -285,7 +285,7 @@ def test_losses_of_single_numbers(name: str, target, rng: np.random.Generator) -
     if name not in ("CrossEntropy", "Variance"):
         p *= np.where(rng.random(N_VALUES) < 0.5, -1, 1).astype(np.float32)
     p[:2], t[:2] = (0.5, 1.0), (0.5, 1.0)
-    value, gradient = over(losses.make_loss(target, name), p, t, density)
+    value, gradient = over(losses.make_loss(target, name), p, t, np.float32(1) / density)
     expected = reference_losses.LOSSES[name](*(a.astype(np.float64) for a in (p, t, density)))
     if name == "Variance":
         atol = 2e-6 * np.square(t.astype(np.float64)) / density * np.maximum(1 / p, 1 / density)
