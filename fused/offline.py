@@ -195,9 +195,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def called_jobs(jobs: Sequence[Job], archs: Sequence[str]) -> list[tuple[Job, str]]:
+    """Each job for each architecture on which a model makes the call, in the order in which they compile."""
+    return [(job, arch) for arch in archs for job in jobs if _is_called(job, arch)]
+
+
 def compile_jobs(jobs: Sequence[Job], archs: Sequence[str], *, processes: int) -> Iterator[JobRecord]:
-    """Each job for each architecture, in order, compiled in `processes` processes; with 1, in this one."""
-    tasks = [(job, arch) for arch in archs for job in jobs if _is_called(job, arch)]
+    """Those of `called_jobs`, in order, compiled in `processes` processes; with 1, in this one."""
+    tasks = called_jobs(jobs, archs)
     processes = min(processes, len(tasks))
     if processes == 1:
         for job, arch in tasks:

@@ -23,8 +23,10 @@ from test_fused_cache import KERNEL
 from test_fused_compile import needs_toolkit
 
 import numba_tcnn as tcnn
-from numba_tcnn import cli, compile_command
+from numba_tcnn import cli, compile_command, specs
 from numba_tcnn.config import parse_model
+from numba_tcnn.config_encodings import ENCODINGS
+from numba_tcnn.config_optimizers import OPTIMIZERS
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.fused import cache, compiler, offline
 from numba_tcnn.fused.jobs import InferenceJob
@@ -359,6 +361,24 @@ def test_the_sweep(made, tmp_path, capsys, monkeypatch) -> None:
     assert rows[3][2].split()[0] == "13"  # 3 propagate and 2 dW kernels instead of 3 single
     assert rows[4][2].split()[0] == "11"
     assert made and compile_sweep.main(["--archs", "sm_91"]) == compile_sweep.main(["--configs", "none"]) == 2
+
+
+def test_the_sweep_of_components(folder, capsys, monkeypatch) -> None:
+    """Every component there is, on two architectures; jobs that models share are compiled once."""
+    monkeypatch.setattr(compiler, "_compile", lambda *arguments: KERNEL)
+    monkeypatch.setattr(compile_sweep, "toolchain_problem", lambda capabilities: None)
+    assert compile_sweep.main(["--components", "--archs", "sm_75,sm_90", "--processes", "1"]) == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines_of(capsys)[0][2:]]
+    names = [f"activation {name}" for name in specs.ACTIVATIONS]
+    names += [f"loss {name}" for name in (*specs.LOSSES, "ConstantGradient")]
+    names += [f"optimizer {component.name}" for component in OPTIMIZERS.components]
+    encodings = [component.name for component in ENCODINGS.components]
+    names += [f"encoding {name}" for name in encodings if name != "Empty"]
+    names += [f"encoding {name} in a Composite" for name in encodings]
+    found = {(name, arch) for name, arch, kernels, *_ in rows if kernels.split()[0].isdigit()}
+    assert {(name, arch) for name in names for arch in ("sm_75", "sm_90")} <= found
+    grid = {arch: kernels for name, arch, kernels, *_ in rows if name == "encoding HashGrid"}
+    assert int(grid["sm_90"].split()[0]) >= 7  # in one kernel, and level by level
 
 
 def test_every_example_is_either_compiled_for_every_architecture_or_refused_by_name() -> None:
