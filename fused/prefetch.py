@@ -34,17 +34,19 @@ def make_prefetch(target: Target, spec: ModelSpec, plan: KernelPlan, options: Gr
             offset = e.minimum(e.shl(e.add(share, line), 7), row_bytes - 1)
             e.prefetch(e.address(start, offset, 1))
 
+    def prefetch_planes(e, planes, plane_bytes, first_row, batch):
+        row = e.minimum(first_row, e.sub(batch, 1))
+        for first in range(0, spec.encoding.n_levels, 32):
+            level = e.minimum(e.add(e.lane(), first), spec.encoding.n_levels - 1)
+            e.prefetch(place_in_plane(e, planes, plane_bytes, row, level, spec.encoding.n_features))
+
     @target.intrinsic(["u64", "u32", "u64", "u32", "u32", "u32"], "void")
     def prefetch_tile(e, x, x_stride, y, y_stride, batch, first_row):
-        if plan.copied_ahead:
-            pass
-        elif is_planes:
-            row = e.minimum(first_row, e.sub(batch, 1))
-            for first in range(0, spec.encoding.n_levels, 32):
-                level = e.minimum(e.add(e.lane(), first), spec.encoding.n_levels - 1)
-                e.prefetch(place_in_plane(e, x, x_stride, row, level, spec.encoding.n_features))
-        else:
-            prefetch_rows(e, x, x_stride, first_row, batch, x_bytes)
+        if not plan.copied_ahead:
+            if is_planes:
+                prefetch_planes(e, x, x_stride, first_row, batch)
+            else:
+                prefetch_rows(e, x, x_stride, first_row, batch, x_bytes)
         prefetch_rows(e, y, y_stride, first_row, batch, y_bytes)
 
     def prefetch(io, first_row):
