@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..engines import EngineUnavailable
 from ..layout import grid_levels
 from ..specs import GridSpec
 from .arithmetic import make_multiply
@@ -43,10 +42,6 @@ def _make_curvature(target, name: str) -> Callable:
 
 def make_second_order_grid(target, spec: GridSpec, memory, *, table_gradient: bool) -> EncodingParts:
     """The parts of a grid in dual numbers; an item is a level."""
-    if spec.stochastic_interpolation or spec.fixed_point_pos:
-        raise EngineUnavailable(
-            "second derivatives of grids with stochastic_interpolation or fixed_point_pos have no fused kernel yet"
-        )
     if spec.interpolation == "Nearest":
         return _make_nearest(target, spec, memory, table_gradient=table_gradient)
     n_dims, n_features, n_corners = spec.n_input_dims, spec.n_features_per_level, 1 << spec.n_input_dims

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..engines import EngineUnavailable
-from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
+from ..specs import TENSOR_CORE_WIDTH, CompositeSpec, EncodingSpec, GridSpec, ModelSpec, round_up
 from .mlp import WeightGradient, n_accumulators
 from .plan import (
     MAX_REGISTERS,
@@ -62,8 +62,7 @@ class SecondOrderPlan(KernelPlan):
 def second_order_plans(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> list[SecondOrderPlan]:
     """Candidates, best first. Raises PlanError where there are none."""
     n_planes = format_for(dtype, chip).n_planes
-    if spec.network is not None and spec.network.bias:
-        raise EngineUnavailable("second derivatives of networks with biases have no fused kernel yet")
+    refuse_second_order(spec)
     make = _encoding_plan if spec.network is None else _network_plan
     candidates = [made for warps, rows in SHAPES if (made := make(spec, warps, rows, n_planes)) is not None]
     plans = [replace(plan, dtype=dtype) for plan in ranked(candidates, chip)]
@@ -73,6 +72,23 @@ def second_order_plans(spec: ModelSpec, chip: Architecture, dtype: str = "float1
             f"{chip.shared_per_block // 1024} KiB of shared memory and {MAX_REGISTERS} registers a thread"
         )
     return plans
+
+
+def refuse_second_order(spec: ModelSpec) -> None:
+    """Raises EngineUnavailable, naming what has no fused second derivatives, before anything is compiled."""
+    if spec.network is not None and spec.network.bias:
+        raise EngineUnavailable("second derivatives of networks with biases have no fused kernel yet")
+    if has_options_of_first_order(spec.encoding):
+        raise EngineUnavailable(
+            "second derivatives of grids with stochastic_interpolation or fixed_point_pos have no fused kernel yet"
+        )
+
+
+def has_options_of_first_order(encoding: EncodingSpec) -> bool:
+    """Whether a grid has options that second derivatives don't know."""
+    if isinstance(encoding, CompositeSpec):
+        return any(has_options_of_first_order(child.encoding) for child in encoding.nested)
+    return isinstance(encoding, GridSpec) and (encoding.stochastic_interpolation or encoding.fixed_point_pos)
 
 
 def _encoding_plan(spec: ModelSpec, warps: int, rows: int, n_planes: int) -> tuple[SecondOrderPlan, int] | None:

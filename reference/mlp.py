@@ -53,9 +53,13 @@ class MLP:
         """Views of the biases without their padding; [] for a network that has none."""
         return [block.logical(params) for block in self.bias_blocks]
 
+    def product(self, rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        """rows [batch, K] @ matrix [K, N]."""
+        return rows_times_matrix(rows, matrix)
+
     def pre_activation(self, l: int, h: np.ndarray, weights: list[np.ndarray], biases: list[np.ndarray]) -> np.ndarray:
         """z_l [batch, fan_out] of h_l [batch, fan_in]."""
-        z = rows_times_matrix(h, weights[l].T)
+        z = self.product(h, weights[l].T)
         if biases:
             z += biases[l]
         return z
@@ -92,8 +96,8 @@ class MLP:
                 self.add_gradient(dL_dparams, l, D, trace.inputs[l])
                 self.add_bias_gradient(dL_dparams, l, D)
             if l > 0:
-                D = store(rows_times_matrix(D, weights[l]) * self.hidden_derivative(trace, l - 1))
-        return store(rows_times_matrix(D, weights[0])) if features else None
+                D = store(self.product(D, weights[l]) * self.hidden_derivative(trace, l - 1))
+        return store(self.product(D, weights[0])) if features else None
 
     def add_gradient(self, dL_dparams: np.ndarray, l: int, D: np.ndarray, h: np.ndarray) -> None:
         """dL/dW_l += Dᵀ h."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from numba_tcnn.fused.jobs import Job
-from numba_tcnn.fused.offline import JobRecord
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks are not installed
-
 from benchmarks import growth, ledger_rows
 from benchmarks.cases import Case, load_cases
 from benchmarks.floors import DEVICE, training_floor
 from benchmarks.timed_jobs import timed_jobs
+from numba_tcnn.fused.jobs import Job
+from numba_tcnn.fused.offline import JobRecord
 
 H200 = {"info": {"device": DEVICE}}
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from numba_tcnn.layout import grid_levels
-from numba_tcnn.specs import GridSpec
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks are not installed
-
 from benchmarks import floors, plots, report
 from benchmarks.cases import Case, load_cases
+from numba_tcnn.layout import grid_levels
+from numba_tcnn.specs import GridSpec
 
 ROOT = Path(__file__).parent.parent
 CASES = {case.name: case for case in load_cases()}

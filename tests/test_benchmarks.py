@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import numba_tcnn as tcnn
-from numba_tcnn.config import config_parts, parse_loss, parse_model, parse_optimizer
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks are not installed
-
 from benchmarks import cases, device_timing, ledger_rows, plans, stages, verify
+from numba_tcnn.config import config_parts, parse_loss, parse_model, parse_optimizer
 
 NAME = "mlp_only_w16_h2"
 LEDGER_FIELDS = {"config", "batch", "train_ms", "infer_ms", "infer_half_ms", "first_train_s"}

@@ -23,6 +23,7 @@ from test_fused_cache import KERNEL
 from test_fused_compile import needs_toolkit
 
 import numba_tcnn as tcnn
+from benchmarks import compile_sweep
 from numba_tcnn import cli, compile_command, specs
 from numba_tcnn.config import parse_model
 from numba_tcnn.config_encodings import ENCODINGS
@@ -32,10 +33,6 @@ from numba_tcnn.fused import cache, compiler, offline
 from numba_tcnn.fused.jobs import InferenceJob
 from numba_tcnn.fused.stage_io import InferenceOptions
 from numba_tcnn.specs import AdamSpec, LossSpec
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks are not installed
-
-from benchmarks import compile_sweep
 
 GRID = {
     "encoding": {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 6, "base_resolution": 3},

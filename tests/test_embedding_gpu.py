@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_views import DeviceView, poisoned
 from embedding_kernels import call_and_store, next_place
 from test_embedding import COMPOSITE, CUTLASS, GRID, PRODUCT
 from test_fused_kernels import make_params
 
 import numba_tcnn as tcnn
+from benchmarks.agreement.device_views import DeviceView, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("no_reference")]
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agreement import Comparison
 from emulation import EmulatedModel
 from golden_case import relative_error
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
-from model_draws import Draw, draws
+from model_draws import draws
 from test_fused_kernels import (
     GRID,
     HOPPER,
@@ -29,6 +28,8 @@ from test_fused_kernels import (
     make_spec,
 )
 
+from benchmarks.agreement.comparison import Comparison
+from benchmarks.agreement.draws import Draw
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused.activations import ACTIVATIONS
 from numba_tcnn.fused.formats import number_format
@@ -214,7 +215,7 @@ def test_large_values_stay_in_range(dtype: str, rng: np.random.Generator) -> Non
 
 
 class Emulated:
-    """A draw in the emulator, as `agreement.Implementation`."""
+    """A draw in the emulator, as `comparison.Implementation`."""
 
     def __init__(self, draw: Draw, params: np.ndarray):
         self.draw, self.model = draw, EmulatedModel(draw.spec, params, dtype=draw.dtype)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agreement import TOLERANCE, relative_error
-from device_views import DeviceView, poisoned
 
 import numba_tcnn as tcnn
+from benchmarks.agreement.comparison import TOLERANCE, relative_error
+from benchmarks.agreement.device_views import DeviceView, poisoned
 from numba_tcnn.reference.model import Model
 from numba_tcnn.specs import LossSpec
 

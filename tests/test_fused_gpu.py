@@ -1,85 +1,46 @@
 """Fused kernels on a real device against the float16 reference: random models, ragged batches, every block.
 
-Hypothesis draws the models; NUMBA_TCNN_TEST_SEED chooses the draws (default: a new seed each time, printed),
-NUMBA_TCNN_TEST_DRAWS how many there are. Run with -s to see the figures of every model: the errors, how many samples
-had flipped gates, and the distance to float32.
+The random models are those of `benchmarks/agreement`: NUMBA_TCNN_TEST_SEED chooses the draws (default: a new seed each
+time, printed), NUMBA_TCNN_TEST_DRAWS how many there are. Run with -s to see the figures of every other model: the
+errors, how many samples had flipped gates, and the distance to float32.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from agreement import TOLERANCE, Agreement, Comparison, relative_error
-from device_views import DeviceView, poisoned
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from model_draws import Draw, covering, draws
+from model_draws import covering
 
 import numba_tcnn as tcnn
+from benchmarks.agreement.comparison import TOLERANCE, Agreement, Comparison, relative_error
+from benchmarks.agreement.device_views import DeviceView, poisoned
+from benchmarks.agreement.draws import Draw
+from benchmarks.agreement.examine import FAILS, FULL, examine_number
+from benchmarks.agreement.fused_model import FusedModel
 from numba_tcnn.arrays import view
 from numba_tcnn.fused import device_status, dtypes_of
-from numba_tcnn.layout import n_network_params
 from numba_tcnn.reference.model import Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("no_reference")]
 
 SEED = int(os.environ.get("NUMBA_TCNN_TEST_SEED") or secrets.randbelow(2**32))
 N_PARTS = 12
-"""Of the draws, so that processes can share them; part i draws from SEED + i."""
+"""Of the draws, so that processes can share them."""
 N_DRAWS = int(os.environ.get("NUMBA_TCNN_TEST_DRAWS") or 24)
 BATCHES = (1, 31, 257, 1000)
 LARGE = 1 << 18
-N_LARGE_DRAWS, MAX_LARGE_WEIGHTS = 2, 25_000
-"""Of each part, at LARGE samples too, where the network is no larger: the reference takes most of that time."""
 
 
-class FusedModel:
-    """A draw on the device, as `agreement.Implementation`. Everything it returns was written over NaN, between guards.
-
-    offset   elements by which arrays stand past an aligned address
-    """
-
-    def __init__(self, draw: Draw, params: np.ndarray, offset: int = 0):
-        self.draw, self.params, self.offset = draw, params, offset
-        dims = draw.n_input_dims, draw.n_output_dims
-        self.model = tcnn.create_from_config(*dims, draw.config, dtype=draw.dtype, strict=True)
-        assert self.model.explain().engine == "fused"
-        self.model.params = params
-        self.fresh_optimizer = self.model.optimizer.state_dict()
-
-    def place(self, values: np.ndarray) -> DeviceView:
-        return DeviceView(values, self.offset)
-
-    def inference(self, x: np.ndarray, dtype: str) -> np.ndarray:
-        out = poisoned((len(x), self.draw.n_output_dims), dtype, self.offset)
-        self.model.network.inference(self.place(x), out=out)
-        return out.numpy()
-
-    def backward(self, x: np.ndarray, dL_dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Through the engine, since the public `backward` makes its own arrays and they can't be poisoned."""
-        params, dx = poisoned((self.model.n_params,), "float32", self.offset), poisoned(x.shape, "float32", self.offset)
-        given = view(self.place(x)), view(self.place(dL_dy))
-        self.model.network.engine.backward(*given, params=view(params), accumulate=False, input=view(dx))
-        return params.numpy(), dx.numpy()
-
-    def training_step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
-        """The optimizer of a draw leaves the gradient in its first moments."""
-        self.model.optimizer.load_state_dict(self.fresh_optimizer)
-        loss = float(self.model.trainer.training_step(self.place(x), self.place(y)))
-        gradients = self.model.optimizer.state_dict()["first_moments"]
-        assert self.model.trainer.skipped_steps == 0
-        self.model.params = self.params
-        return loss, gradients
-
-
-def compare(draw: Draw, batches: tuple[int, ...], offset: int = 0) -> list[Agreement]:
+def compare(draw: Draw, batches: tuple[int, ...]) -> list[Agreement]:
     x = draw.inputs(max(batches))
     params = draw.params(x[:4096])
-    fused, comparison = FusedModel(draw, params, offset), Comparison(draw, params, x)
+    fused, comparison = FusedModel(draw, params), Comparison(draw, params, x)
     found = [comparison.on(fused, batch) for batch in batches]
-    assert fused.model.explain().engine == "fused"
+    assert fused.network.explain().engine == "fused"
     print(f"\n{draw}")
     for agreement in found:
         print(f"  {'' if agreement.holds else 'WRONG '}{agreement}")
@@ -88,42 +49,20 @@ def compare(draw: Draw, batches: tuple[int, ...], offset: int = 0) -> list[Agree
 
 @pytest.mark.parametrize("part", range(N_PARTS))
 def test_random_models_agree_with_the_reference(part):
-    """All draws run, also behind one that fails: what they have in common says more than the first."""
-    own_seed, n_draws = SEED + part, len(range(part, N_DRAWS, N_PARTS))
+    """Calls, second derivatives and training. All draws run, also behind one that fails: what they have in common says
+    more than the first."""
     print(f"\nNUMBA_TCNN_TEST_SEED={SEED}, part {part}")
-    wrong, encodings, networks, large = [], [], [], []
-
-    @seed(own_seed)
-    @settings(
-        max_examples=50 + 20 * n_draws,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(draw=draws())
-    def check(draw: Draw) -> None:
-        if len(networks) == n_draws or draw.encoding in encodings or draw.network in networks:
-            return  # hypothesis likes to change one thing at a time; compiling is too slow for that
-        encodings.append(draw.encoding)
-        networks.append(draw.network)
-        batches = BATCHES
-        if n_network_params(draw.spec) <= MAX_LARGE_WEIGHTS and len(large) < N_LARGE_DRAWS:
-            large.append(draw)
-            batches = (*BATCHES, LARGE)
-        wrong.extend(f"{draw!r}: {agreement}" for agreement in compare(draw, batches) if not agreement.holds)
-
-    if n_draws:
-        check()
-    assert len(networks) == n_draws
-    assert not wrong, f"NUMBA_TCNN_TEST_SEED={SEED}: {len(wrong)} comparisons fail:\n" + "\n".join(wrong)
+    records = [examine_number(k, seed=SEED, scale=FULL, compare=True) for k in range(part, N_DRAWS, N_PARTS)]
+    wrong = [f"draw {record['number']}: {record['failures']}" for record in records if record["status"] == FAILS]
+    assert not wrong, f"python -m benchmarks.agreement --seed {SEED} --draw ...\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("draw", covering(), ids=str)
 def test_every_choice_of_the_family_agrees_with_the_reference(draw):
     """On aligned arrays or unaligned ones, for which kernels load differently; Identity on both."""
-    for offset in (0, 1) if draw.encoding["otype"] == "Identity" else (draw.seed % 2,):
-        for agreement in compare(draw, (31, 1000), offset):
+    layouts = ("aligned", "unaligned")
+    for layout in layouts if draw.encoding["otype"] == "Identity" else layouts[draw.seed % 2 :][:1]:
+        for agreement in compare(replace(draw, layout=layout), (31, 1000)):
             assert agreement.holds, str(agreement)
 
 
@@ -280,7 +219,7 @@ def test_padded_parameters_get_no_gradient(image):
     x = image.draw.inputs(1000)
     params, _ = image.backward(x, image.draw.output_gradients(1000))
     _, training = image.training_step(x, np.ones((1000, 3), np.float32))
-    n_network = sum(fan_out * fan_in for fan_out, fan_in in image.model.layer_sizes)
+    n_network = sum(fan_out * fan_in for fan_out, fan_in in image.network.layer_sizes)
     padding = slice(n_network - 13 * 64, n_network)
     assert not params[padding].any() and not training[padding].any()
     assert params[padding.start - 64 : padding.start].any()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from emulated_driver import EmulatedDriver, installed
 from golden_case import relative_error
-from model_draws import OPTIMIZER
 
 import numba_tcnn as tcnn
+from benchmarks.agreement.draws import OPTIMIZER
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import level_kernels, level_plan, level_split_programs
 from numba_tcnn.fused.plan import architecture

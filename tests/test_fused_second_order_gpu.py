@@ -10,12 +10,13 @@ import time
 
 import numpy as np
 import pytest
-from agreement import relative_error
-from device_views import DeviceView, poisoned
-from model_draws import Draw, covering
+from model_draws import covering
 from test_fused_encodings import CONCATENATIONS, REDUCTIONS, composite
 
 import numba_tcnn as tcnn
+from benchmarks.agreement.comparison import relative_error
+from benchmarks.agreement.device_views import DeviceView, poisoned
+from benchmarks.agreement.draws import Draw
 from numba_tcnn.arrays import view
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.reference.model import Model, SecondOrderGradients

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agreement import TOLERANCE, relative_error
-from device_views import DeviceView
 
 import numba_tcnn as tcnn
+from benchmarks.agreement.comparison import TOLERANCE, relative_error
+from benchmarks.agreement.device_views import DeviceView
 from numba_tcnn.arrays import host_view
 from numba_tcnn.config import parse_loss, parse_optimizer
 from numba_tcnn.fused import device_status, dtypes_of, to_device

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from agreement import Agreement, Comparison, relative_error
-from gate_flips import GatedPass, explain_rows, flip_arrays
-from hypothesis import Phase, given, settings
-from model_draws import LOSSES, Draw, covering, draws
+from model_draws import LOSSES, covering
 
-from numba_tcnn.reference import mlp
+from benchmarks.agreement.comparison import Agreement, Comparison, relative_error
+from benchmarks.agreement.deck import Deck
+from benchmarks.agreement.draws import Draw
+from benchmarks.agreement.gate_flips import GatedPass, explain_rows, flip_arrays
+from benchmarks.agreement.random_draws import random_draw
+from benchmarks.agreement.second_reference import SOME_ROUNDINGS, SecondReference
 from numba_tcnn.reference.activations import ACTIVATIONS
 from numba_tcnn.reference.model import Model
 
@@ -25,51 +26,11 @@ RELU = Draw(
 )
 
 
-@contextmanager
-def sums_in_float64() -> Iterator[None]:
-    """Matrix products that sum in float64: another order of summation, as right as NumPy's."""
-    original = mlp.rows_times_matrix
-    mlp.rows_times_matrix = lambda a, b: (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
-    try:
-        yield
-    finally:
-        mlp.rows_times_matrix = original
-
-
-class SecondReference:
-    """The reference with float64 sums, and features off by `noise`, relatively: some then round to a neighbour."""
-
-    def __init__(self, draw: Draw, params: np.ndarray, noise: float):
-        self.draw, self.model = draw, Model(draw.spec, params, "float16")
-        forward = self.model.encoding.forward
-
-        def rounded_otherwise(x, table, out, *more):
-            context = forward(x, table, out, *more)
-            out *= 1 + np.float32(noise) * np.random.default_rng(5).choice([-1, 0, 1], out.shape).astype(np.float32)
-            return context
-
-        self.model.encoding.forward = rounded_otherwise
-
-    def inference(self, x, dtype):
-        with sums_in_float64():
-            return self.model.forward(x).astype(dtype)
-
-    def backward(self, x, dL_dy):
-        with sums_in_float64():
-            gradients = self.model.backward(x, dL_dy)
-        return gradients.params, gradients.input
-
-    def training_step(self, x, y):
-        with sums_in_float64():
-            loss, gradients = self.model.loss_and_gradients(x, y, self.draw.loss_spec)
-        return loss, gradients.params
-
-
-def agreement(draw: Draw, n_samples: int, *batches: int, noise: float = 2.0**-21) -> list[Agreement]:
-    """The default is about what another order of a float32 sum leaves."""
+def agreement(draw: Draw, n_samples: int, *batches: int, noise: float = SOME_ROUNDINGS) -> list[Agreement]:
+    """Of the second right implementation."""
     x = draw.inputs(n_samples)
     params = draw.params(x)
-    comparison, second = Comparison(draw, params, x), SecondReference(draw, params, noise)
+    comparison, second = Comparison(draw, params, x), SecondReference(draw, params, noise=noise)
     return [comparison.on(second, batch) for batch in batches]
 
 
@@ -77,7 +38,7 @@ def test_two_right_implementations_differ_only_in_gates_that_are_in_doubt():
     (found,) = agreement(RELU, 4000, 4000, noise=2.0**-18)
     print(found)
     assert found.n_flipped > 0, "this case is meant to have flipped gates"
-    assert found.holds
+    assert not found.beyond and not found.unexplained
     # once the flips are accounted for, what is left is single float16 roundings of 2^-11
     assert found.errors["dL/dx"] < 1e-3 and found.errors["dL/dparams"] < 1e-3
 
@@ -85,7 +46,7 @@ def test_two_right_implementations_differ_only_in_gates_that_are_in_doubt():
 @pytest.fixture(scope="module")
 def samples() -> tuple[Model, np.ndarray, np.ndarray, GatedPass]:
     x = RELU.inputs(2000)
-    model = Model(RELU.spec, RELU.params(x), "float16")
+    model = RELU.model(RELU.params(x), "float16", len(x))
     return model, x, np.ones((len(x), RELU.n_output_dims), np.float32), GatedPass(model, x)
 
 
@@ -135,6 +96,22 @@ def test_a_wrong_gradient_stays_unexplained(samples, wrong):
     assert explain_rows(model, x, dL_dy, observed).unexplained.tolist() == [row]
 
 
+def test_samples_alone_are_those_of_the_batch():
+    """Also where a grid chooses corners by a sample's row, and each sample has levels of its own."""
+    grid = RELU.encoding | {"stochastic_interpolation": True}
+    draw = replace(RELU, encoding={"otype": "Composite", "nested": [grid]}, max_level="rows")
+    x = draw.inputs(40)
+    model, dL_dy = draw.model(draw.params(x), "float16", len(x)), np.ones((len(x), 4), np.float32)
+    whole = GatedPass(model, x)
+    expected, total = whole.backward(dL_dy, whole.no_flips(), params=True), np.zeros(len(model.params))
+    for row in range(len(x)):
+        alone = GatedPass(model, x, np.array([row]))
+        found = alone.backward(dL_dy[[row]], alone.no_flips(), params=True)
+        np.testing.assert_array_equal(found.input[0], expected.input[row])
+        total += found.params
+    assert relative_error(total, expected.params) < 1e-5
+
+
 # ------------------------------------------------------------------------------------------------ the draws
 
 
@@ -158,12 +135,35 @@ def test_the_covering_models_cover_the_family():
 def test_the_models_are_well_conditioned(model):
     """Two right implementations agree on every draw far within the tolerance that fused kernels are held to."""
     for found in agreement(model, 1000, 1, 257):
-        assert found.holds, str(found)
+        assert not found.beyond and not found.unexplained, str(found)
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(model=draws())
-def test_random_models_are_well_conditioned(model):
-    for found in agreement(model, 1000, 1, 31, 257):
-        assert found.holds, f"{model}: {found}"
+def test_almost_all_random_models_are_well_conditioned():
+    """All gates are explained. Of the few whose errors are beyond the tolerance, `Agreement.spread` says so."""
+    n_beyond = 0
+    for number in range(60):
+        for found in agreement(random_draw(Deck(20, number)), 1000, 1, 31, 1000):
+            assert not found.unexplained, f"draw {number}: {found}"
+            n_beyond += bool(found.beyond)
+            assert not found.beyond or found.spread
+    assert n_beyond <= 6
+
+
+def test_an_error_beyond_the_spread_of_right_implementations_is_wrong():
+    """Whatever the spread: here a second implementation's that is beyond a tolerance which nothing could keep."""
+    x = RELU.inputs(300)
+    params = RELU.params(x)
+    comparison, second = Comparison(RELU, params, x), SecondReference(RELU, params, seed=9)
+    comparison.tolerance = 1e-9
+    found = comparison.on(second, 300)
+    assert found.beyond and found.holds
+
+    class Wrong(SecondReference):
+        def backward(self, x, dL_dy):
+            params, dx = super().backward(x, dL_dy)
+            params[-100:] *= 1.01
+            return params, dx
+
+    found = comparison.on(Wrong(RELU, params), 300)
+    assert set(found.wrong) == {"dL/dparams", "dL/dparams of grid.level7"}

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_fused_compile import check, needs_toolkit, ptx_of  # noqa: F401
 
-from numba_tcnn.fused import cache, offline
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmarks are not installed
-
 from benchmarks import kernel_record
 from benchmarks.cases import Case, load_cases
 from benchmarks.kernel_record import ARCH, COMMAND, RECORD, Line, compare, lines_of, parse, render
 from benchmarks.timed_jobs import timed_jobs
+from numba_tcnn.fused import cache, offline
 
 RECORDED, TOOLCHAIN = parse(RECORD.read_text())
 

@@ -1,7 +1,8 @@
 """Plans that go layer by layer: the engine itself on an emulated driver, against the float16 reference.
 
 Networks of the whole space that a config can name, drawn by hypothesis, compared tensor by tensor as on a device
-(`agreement.py`). Small ones are forced to go layer by layer, in chunks of one tile; device memory starts as NaN.
+(`benchmarks/agreement`). Small ones are forced to go layer by layer, in chunks of one tile; device memory starts as
+NaN.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agreement import Agreement, Comparison
 from emulated_driver import EmulatedDriver, installed
 from emulated_models import assert_same_training, batch, make, predict, reference_of, step
 from hypothesis import HealthCheck, given, settings
-from model_draws import Draw, draws
+from model_draws import draws
 from test_fused_emulator import BarrierMutation
 
 import numba_tcnn as tcnn
+from benchmarks.agreement.comparison import Agreement, Comparison
+from benchmarks.agreement.draws import Draw
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import jobs, layer_programs, plan
 from numba_tcnn.fused.emulated_memory import RaceError
@@ -55,7 +57,7 @@ def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class EmulatedImplementation:
-    """A draw on the emulated driver, as `agreement.Implementation`."""
+    """A draw on the emulated driver, as `comparison.Implementation`."""
 
     def __init__(self, draw: Draw, params: np.ndarray):
         self.model = tcnn.create_from_config(

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from math import comb
 
 import numpy as np
 
+from numba_tcnn.reference.encoding_contract import Samples
 from numba_tcnn.reference.encodings import encode_padded
 from numba_tcnn.reference.mlp import Trace
 from numba_tcnn.reference.model import Gradients, Model
+from numba_tcnn.specs import CompositeSpec, EncodingSpec, GridSpec
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ MAX_FLIPS = 3
 MAX_TRIALS = 100
 """Combinations of gates tried for a sample that differs, but by less than `unexplained`."""
 TRIALS_AT_ONCE = 1 << 14
+MAX_WORK = 1 << 33
+"""Trials times weights, for each number of flips: some seconds. Where more would have to be tried, most samples are
+wrong, and stay unexplained."""
 
 CLOSED = {"ReLU": 0.0, "LeakyReLU": 0.01}
 """Derivative of a closed gate, by activation; that of an open one is 1. Other activations have no gates."""
@@ -80,13 +85,19 @@ def ulps(values: np.ndarray, precision: GatePrecision) -> np.ndarray:
 
 
 class GatedPass:
-    """The reference's forward pass over some samples, and its backward passes with chosen gates flipped."""
+    """The reference's forward pass over some samples, and its backward passes with chosen gates flipped.
 
-    def __init__(self, model: Model, x: np.ndarray):
+    x     of the whole batch
+    rows  of the samples in it; None: all. Where a grid chooses corners by a sample's row, only one sample at a time, or
+          all, has the gradient of its table
+    """
+
+    def __init__(self, model: Model, x: np.ndarray, rows: np.ndarray | None = None):
         self.model, self.network, self.precision = model, model.network, PRECISIONS[model.precision.name]
-        x = model.precision.array(x)
+        samples = samples_of(model, len(x), rows)
+        x = model.precision.array(x if rows is None else x[rows])
         width = model.spec.encoding_width
-        features, self.context = encode_padded(model.encoding, x, model.encoding_params, width)
+        features, self.context = encode_padded(model.encoding, x, model.encoding_params, width, samples)
         features = model.precision.store(features)
         self.y, self.trace = self.network.forward(features, model.network_params)
         names = (model.spec.network.activation, model.spec.network.output_activation)
@@ -132,6 +143,21 @@ class GatedPass:
         return Pass(flat, features, dx)
 
 
+def samples_of(model: Model, batch: int, rows: np.ndarray | None) -> Samples:
+    """What encodings are told of these rows of a batch."""
+    levels = model.max_level
+    if rows is None:
+        return Samples(0, batch, levels)
+    return Samples(int(rows[0]) if len(rows) == 1 else 0, batch, levels[rows] if np.ndim(levels) else levels)
+
+
+def chooses_by_row(encoding: EncodingSpec) -> bool:
+    """Whether a sample's gradient of a table depends on its row in the batch."""
+    if isinstance(encoding, CompositeSpec):
+        return any(chooses_by_row(child.encoding) for child in encoding.nested)
+    return isinstance(encoding, GridSpec) and encoding.stochastic_interpolation
+
+
 @dataclass(frozen=True)
 class Pass:
     """dL/dparams, flat; dL/dfeatures [batch, encoding's own columns]; dL/dx [batch, n_input_dims]."""
@@ -163,13 +189,18 @@ class Explanation:
         dL_dy [batch, n_output_dims] is what the backward pass starts from, `factor` multiplies its result.
         """
         params, dx = gradients.params.copy(), gradients.input.copy()
-        if len(self.rows):
-            samples = GatedPass(model, x[self.rows])
-            before = samples.backward(dL_dy[self.rows], samples.no_flips(), params=True)
-            after = samples.backward(dL_dy[self.rows], self.flips, params=True)
+        n_groups = len(self.rows) if chooses_by_row(model.spec.encoding) else min(len(self.rows), 1)
+        for some in np.array_split(np.arange(len(self.rows)), n_groups) if n_groups else ():
+            rows, flips = self.rows[some], [flip[some] for flip in self.flips]
+            samples = GatedPass(model, x, rows)
+            before = samples.backward(dL_dy[rows], samples.no_flips(), params=True)
+            after = samples.backward(dL_dy[rows], flips, params=True)
             params += (after.params - before.params) * np.float32(factor)
-            dx[self.rows] = after.input * np.float32(factor)
+            dx[rows] = after.input * np.float32(factor)
         return params, dx
+
+
+NO_FLIPS = Explanation(np.zeros(0, np.intp), [], 0, np.zeros(0, np.intp))
 
 
 def typical_size(values: np.ndarray) -> float:
@@ -195,9 +226,11 @@ def explain_rows(
     """
 
     def gradients(rows: np.ndarray, flips: list[np.ndarray] | None = None) -> np.ndarray:
-        samples = GatedPass(model, x[rows])
+        samples = GatedPass(model, x, rows)
         return getattr(samples.backward(dL_dy[rows], flips or samples.no_flips()), of)
 
+    if model.network is None:
+        return NO_FLIPS
     batch = np.arange(len(x))
     expected = np.concatenate([gradients(batch[i : i + TRIALS_AT_ONCE]) for i in range(0, len(x), TRIALS_AT_ONCE)])
     observed, precision = observed.astype(np.float32), PRECISIONS[model.precision.name]
@@ -207,6 +240,7 @@ def explain_rows(
     best_error, best = first.copy(), dict.fromkeys(suspects.tolist(), ())
     places = ambiguous_places(model, x, suspects)
 
+    most_trials = MAX_WORK // max(model.n_network_params, 1)
     for n_flips in range(1, MAX_FLIPS + 1):
         trials = (
             (row, chosen)
@@ -214,7 +248,7 @@ def explain_rows(
             if not best_error[row] <= precision.limit(comb(len(places[row]), n_flips))
             for chosen in combinations(places[row], n_flips)
         )
-        for some in in_groups(trials, TRIALS_AT_ONCE):
+        for some in in_groups(islice(trials, most_trials), TRIALS_AT_ONCE):
             rows = np.array([row for row, _ in some])
             flips = flip_arrays(model, [chosen for _, chosen in some])
             errors = relative_difference(observed[rows], gradients(rows, flips), typical)
@@ -238,7 +272,7 @@ def ambiguous_places(model: Model, x: np.ndarray, rows: np.ndarray) -> dict[int,
     places: dict[int, list[Place]] = {int(row): [] for row in rows}
     for start in range(0, len(rows), TRIALS_AT_ONCE):
         some = rows[start : start + TRIALS_AT_ONCE]
-        for l, marked in enumerate(GatedPass(model, x[some]).ambiguous()):
+        for l, marked in enumerate(GatedPass(model, x, some).ambiguous()):
             for i, unit in zip(*np.nonzero(marked), strict=True):
                 places[int(some[i])].append((l, int(unit)))
     return places

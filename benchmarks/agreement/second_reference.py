@@ -1,0 +1,81 @@
+"""A second right implementation: the reference with sums in float32, and features off by some float32 roundings.
+
+How far it is from the reference says what of a difference is nobody's fault, and how far a run of many steps can carry
+it. In float32, whose reference computes in float64, the factors of the second one's sums are float32 numbers, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numba_tcnn.reference.matmul import rows_times_matrix
+from numba_tcnn.reference.mlp import MLP
+from numba_tcnn.reference.model import Model, SecondOrderGradients
+
+from .draws import Draw
+
+SOME_ROUNDINGS = 2.0**-21
+"""What another order of a float32 sum leaves, relatively."""
+
+
+class NetworkOfSingleSums(MLP):
+    """Sums in float32, whatever the rest is computed in."""
+
+    def product(self, rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        sums = rows_times_matrix(rows.astype(np.float32, copy=False), matrix.astype(np.float32, copy=False))
+        return sums.astype(rows.dtype, copy=False)
+
+
+N_SECONDS = 3
+"""Second implementations that are asked, each with other noise: one alone may be lucky."""
+
+
+def round_otherwise(model: Model, seed: int = 0, noise: float = SOME_ROUNDINGS) -> None:
+    """Make a second implementation of a model: sums in float32, and features that are off by `noise`, relatively, so
+    that some round to a neighbour."""
+    if model.network is not None:
+        model.network = NetworkOfSingleSums(model.spec, model.precision)
+    forward, signs = model.encoding.forward, {}
+
+    def rounded_otherwise(x: np.ndarray, table: np.ndarray, out: np.ndarray, *more: Any) -> Any:
+        context = forward(x, table, out, *more)
+        if out.shape not in signs:
+            signs[out.shape] = np.random.default_rng(seed).choice(np.array([-1, 0, 1], np.int8), out.shape)
+        out *= 1 + out.dtype.type(noise) * signs[out.shape]
+        return context
+
+    model.encoding.forward = rounded_otherwise
+
+
+OF_ANOTHER_CALL = 1000
+"""Added to a seed: the kernels of two calls need not round alike either."""
+
+
+class SecondReference:
+    """As `comparison.Implementation`."""
+
+    def __init__(self, draw: Draw, params: np.ndarray, seed: int = 0, noise: float = SOME_ROUNDINGS):
+        self.draw, self.params, self.seed, self.noise = draw, params, seed, noise
+
+    def _model(self, batch: int, seed: int) -> Model:
+        model = Model(self.draw.spec, self.params, self.draw.reference_dtype)
+        model.max_level = self.draw.levels(batch)
+        round_otherwise(model, seed, self.noise)
+        return model
+
+    def inference(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        return self._model(len(x), self.seed).forward(x.astype(np.float32)).astype(dtype)
+
+    def backward(self, x: np.ndarray, dL_dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        gradients = self._model(len(x), self.seed).backward(x.astype(np.float32), dL_dy)
+        return gradients.params, gradients.input
+
+    def training_step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
+        model, density = self._model(len(x), self.seed + OF_ANOTHER_CALL), self.draw.densities(len(x))
+        loss, gradients = model.loss_and_gradients(x.astype(np.float32), y, self.draw.loss_spec, density)
+        return loss, gradients.params
+
+    def backward_backward_input(self, x: np.ndarray, v: np.ndarray, dL_dy: np.ndarray) -> SecondOrderGradients:
+        return self._model(len(x), self.seed).backward_backward_input(x.astype(np.float32), v, dL_dy)
