@@ -35,6 +35,7 @@ from .plan import (
     blocks_that_fit,
     describe_shapes,
     divide_weight_gradients,
+    fewest_accumulators,
     format_for,
     fragment_registers,
     layer_offsets,
@@ -109,13 +110,17 @@ def staged_plans(
             candidates.append((KernelPlan("propagate", warps, rows, 1, weights, x, dx, dtype=dtype), registers))
     plans = []
     for propagate in _resident_first(ranked(candidates, chip)):
-        gradients = _weight_gradient_plans(spec, chip, propagate, n_planes)
-        if gradients is not None:
-            plans.append(StagedPlan(propagate, gradients))
+        # float32 operands take registers that depend on how dW is divided: where that spills, as few sums as can be
+        for fewest in (False, True) if n_planes > 1 else (False,):
+            gradients = _weight_gradient_plans(spec, chip, propagate, n_planes, fewest=fewest)
+            plan = None if gradients is None else StagedPlan(propagate, gradients)
+            if plan is not None and plan not in plans[-1:]:
+                plans.append(plan)
     return plans
 
 
-def _weight_gradient_plans(spec: ModelSpec, chip: Architecture, propagate: KernelPlan, n_planes: int):
+def _weight_gradient_plans(spec: ModelSpec, chip: Architecture, propagate: KernelPlan, n_planes: int, *, fewest: bool):
+    """A kernel a distinct layer shape; None where one fits no block. `fewest`: with the fewest sums a warp."""
     others = 75 + 40 * (n_planes - 1)  # registers of operands and addresses
     by_shape: dict[tuple[int, int], list[int]] = {}
     for i, shape in enumerate(spec.layer_shapes):
@@ -126,7 +131,10 @@ def _weight_gradient_plans(spec: ModelSpec, chip: Architecture, propagate: Kerne
         allocate = Allocator(n_planes)
         d = allocate.tile("d", propagate.tile_rows, fan_out)
         h = allocate.tile("h", propagate.tile_rows, fan_in)
-        layers = divide_weight_gradients([(d, h)], [0], propagate.warps, MAX_REGISTERS - others, biases)
+        budget = MAX_REGISTERS - others
+        if fewest:
+            budget = min(budget, fewest_accumulators(d, h, propagate.warps, has_bias=spec.network.bias))
+        layers = divide_weight_gradients([(d, h)], [0], propagate.warps, budget, biases)
         if layers is None:
             return None
         plan = KernelPlan(

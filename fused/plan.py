@@ -311,6 +311,12 @@ def divide_weight_gradients(
         chosen[best[0]] = best[1]
 
 
+def fewest_accumulators(d: Tile, h: Tile, n_warps: int, *, has_bias: bool) -> int:
+    """Of all divisions of one layer's dW among the warps of a block; 0 where there is none."""
+    splits = _splits(d, h, n_warps, 0, 0 if has_bias else None)
+    return min((split.n_accumulators for split in splits), default=0)
+
+
 def layer_offsets(spec: ModelSpec) -> list[int]:
     offsets = [0]
     for fan_out, fan_in in spec.layer_shapes:

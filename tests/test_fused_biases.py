@@ -31,6 +31,14 @@ def test_other_number_formats(dtype: str, staged: bool) -> None:
     check(spec, plan=plan, batch=257, dtype=dtype)
 
 
+def test_the_fewest_sums_a_warp() -> None:
+    """What float32 falls back to where registers run out: the second candidate."""
+    spec = make_spec(otype="CutlassMLP", hidden=[64], n_out=17, activation="Tanh", bias=True)
+    first, second, *_ = staged_plans(spec, HOPPER, encoding_gradient=True, dtype="float32")
+    assert first.propagate == second.propagate and first != second
+    check(spec, plan=second, batch=257, dtype="float32")
+
+
 @pytest.mark.parametrize("n_hidden_layers", [0, 1, 5])
 @pytest.mark.parametrize("n_out", [1, 17])
 def test_depths_and_output_widths(n_hidden_layers: int, n_out: int) -> None:

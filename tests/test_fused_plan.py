@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from numba_tcnn.config import parse_model
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.fused import mlp, plan, tiles
 from numba_tcnn.fused.emulated_memory import GlobalMemory
@@ -212,6 +213,22 @@ def test_small_networks_take_one_kernel_and_large_ones_several() -> None:
     assert isinstance(gradient_plans(make_spec(32, 128, 5, 16), chip, encoding_gradient=True)[0], PhasedPlan)
     ampere = architecture((8, 0))
     assert isinstance(gradient_plans(make_spec(32, 128, 5, 16), ampere, encoding_gradient=True)[0], StagedPlan)
+
+
+def test_weight_gradients_in_float32_are_divided_more_where_registers_run_out() -> None:
+    """Behind each candidate stands the one with the fewest sums a warp, unless it is that already; float16 has one."""
+    network = {"otype": "CutlassMLP", "n_neurons": 128, "n_hidden_layers": 1, "bias": True}
+    spec, chip = parse_model(48, 1, {"otype": "Identity"}, network), architecture((9, 0))
+    half, single = (staged_plans(spec, chip, encoding_gradient=False, dtype=dtype) for dtype in ("float16", "float32"))
+    propagates = [plan.propagate for plan in single]
+    assert all(a.propagate != b.propagate for a, b in zip(half, half[1:], strict=False))
+    first, second = single[:2]
+    assert propagates[0] == propagates[1] and len(single) == 2 * len(set(propagates))
+    for (wide, layers), (narrow, same) in zip(first.weight_gradients, second.weight_gradients, strict=True):
+        assert layers == same and n_accumulators(narrow.layers) <= n_accumulators(wide.layers)
+    assert sum(n_accumulators(plan.layers) for plan, _ in second.weight_gradients) < sum(
+        n_accumulators(plan.layers) for plan, _ in first.weight_gradients
+    )
 
 
 def test_candidates_end_with_the_least_demanding() -> None:

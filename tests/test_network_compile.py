@@ -9,6 +9,7 @@ import pytest
 from test_fused_compile import check, compiler_for, kernels_of, needs_toolkit, ptx_of  # noqa: F401
 
 from numba_tcnn.config import parse_model
+from numba_tcnn.fused.compiler import MAX_SPILL_BYTES
 from numba_tcnn.fused.element_wise_jobs import OptimizerJob
 from numba_tcnn.fused.jobs import GradientJob, InferenceJob, choose
 from numba_tcnn.fused.layer_plan import LayeredPlan
@@ -55,3 +56,15 @@ def test_biases(capability, hidden: tuple[int, ...], ptx_of) -> None:  # noqa: F
     jobs = (GradientJob(spec, GradientOptions(loss="RelativeL2")), OptimizerJob((AdamSpec(),), biases=True))
     for kernel in (kernel for job in jobs for kernel in kernels_of(job, capability)):
         check(kernel, ptx_of)
+
+
+@pytest.mark.parametrize("features, width", [(8, 128), (16, 64)], ids=["128 x 48", "64 x 96"])
+def test_biases_in_float32(features: int, width: int) -> None:
+    """Sums of d take registers beside dW's: a warp then keeps fewer of those."""
+    network = {"otype": "CutlassMLP", "hidden": (width,), "activation": "Sine", "bias": True}
+    spec = parse_model(3, 1, {"otype": "Frequency", "n_frequencies": features}, network)
+    job = GradientJob(spec, GradientOptions(loss="Mape", table_gradient=False), "float32")
+    tools = compiler_for((9, 0))
+    _, kernels = choose(job, tools.chip, tools.compile)
+    for _, kernel in kernels:
+        assert kernel.spill_bytes <= MAX_SPILL_BYTES

@@ -45,7 +45,7 @@ class Scale:
     """How much of a draw is computed.
 
     batches        most samples of the small, the ragged and the large batch that calls are compared at. Of the large
-                   one, every block of a kernel shall have several tiles, and tables of any size are worked level by level
+                   one, blocks shall have several tiles, and tables of any size be worked on level by level
     training       samples of a training
     steps          of a run of SGD or Adam; `optimizer_steps`: behind given gradients
     pass_seconds   that the reference may take for one pass over the large batch, which else is smaller
