@@ -72,13 +72,22 @@ class Job(Protocol):
 Chosen = tuple[object, list[tuple[KernelSource, CompiledKernel]]]
 
 
-def choose(job: Job, chip: Architecture, compile_source: Callable[[KernelSource], CompiledKernel]) -> Chosen:
+def choose(
+    job: Job,
+    chip: Architecture,
+    compile_source: Callable[[KernelSource], CompiledKernel],
+    begin: Callable[[KernelSource], None] | None = None,
+) -> Chosen:
     """(plan, its kernels) of a job's first candidate of which no kernel spills, and none has its wgmma serialised; if
-    all do either, the first that is only serialised."""
+    all do either, the first that is only serialised. `begin` is told of all kernels of the first candidate ahead."""
     reasons, serialized = [], None
-    for plan in job.plans(chip):
+    for number, plan in enumerate(job.plans(chip)):
         kernels, problem = [], None
-        for source in job.sources(plan):
+        sources = job.sources(plan)
+        if begin is not None and number == 0:
+            for source in sources:
+                begin(source)
+        for source in sources:
             try:
                 compiled = compile_source(source)
             except CompileError as error:

@@ -90,7 +90,10 @@ class Toolbox:
         except EngineUnavailable:  # who loads the job will hear of it
             return
         for source in sources:
-            self.ahead.start(self._key(source), functools.partial(self._compile, source))
+            self._begin(source)
+
+    def _begin(self, source: KernelSource) -> None:
+        self.ahead.start(self._key(source), functools.partial(self._compile, source))
 
     def load(self, source: KernelSource, compiled: CompiledKernel) -> Program:
         body = source.make_body(OUTLINE)
@@ -102,8 +105,7 @@ class Toolbox:
 
     def load_first_that_fits(self, job: Job) -> tuple[object, list[Program]]:
         """(plan, its kernels loaded) of the first candidate of which no kernel spills."""
-        self.start(job)
-        plan, kernels = choose(job, self.chip, self.compile)
+        plan, kernels = choose(job, self.chip, self.compile, self._begin)
         return plan, [self.load(source, compiled) for source, compiled in kernels]
 
 
