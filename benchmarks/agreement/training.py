@@ -44,7 +44,7 @@ from .second_reference import SecondReference, round_otherwise
 TRAINED = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-3}
 ADAM_LOSSES = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-4}
 ADAM_OUTPUTS = {"float16": 5e-2, "bfloat16": 5e-2, "float32": 1e-3}
-"""In 19 of 20 random draws two right implementations are a tenth as far apart, or less."""
+"""Two right implementations keep these in 19 of 20 random draws; the median is a hundredth of them, or less."""
 
 SAME_GRADIENTS = 1e-4
 SHAMPOO = 2e-3
