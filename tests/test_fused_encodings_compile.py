@@ -40,8 +40,13 @@ def kernels_of(job: InferenceJob | GradientJob) -> list:
     return [kernel for _, kernel in kernels]
 
 
+LONGEST = ("product",)  # a product of a sum is always compiled
+
+
 @needs_toolkit
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONGEST else name for name in ALONE]
+)
 def test_encodings_alone(name: str, ptx_of) -> None:  # noqa: F811
     """Features, and both gradients."""
     n_in, encoding = ALONE[name]

@@ -66,8 +66,13 @@ ALONE = {
 }
 
 
+LONGEST = ("7 dims", "sum")  # a product of a sum, and grids of other dims, are always compiled
+
+
 @needs_toolkit
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONGEST else name for name in ALONE]
+)
 def test_encodings_alone(name: str, ptx_of) -> None:  # noqa: F811
     n_in, encoding = ALONE[name]
     check_job(parse_model(n_in, None, encoding, None, alignment=1), (9, 0), ptx_of)
