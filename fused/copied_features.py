@@ -17,7 +17,7 @@ from .plan import RESERVED_SHARED_BYTES, Architecture, KernelPlan
 from .planes import PlanesSpec
 from .stage_io import BATCH, X_STRIDE, GradientOptions, InferenceOptions, X
 from .swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
-from .tiles import make_load_fragment
+from .tiles import make_barriers, make_load_fragment
 
 CHUNK = 16  # bytes of a row that one copy brings
 COPIED_AT_ONCE = (4, 8, CHUNK)
@@ -66,7 +66,8 @@ def make_copied_features(target: Target, spec: ModelSpec, plan: KernelPlan) -> t
     end(base)                               nothing is on its way any more
     """
     u32, distance = target.u32, distance_of_tiles(plan)
-    copy, (arrived, read) = _make_copy(target, spec, plan), _make_waits(target)
+    copy, barriers = _make_copy(target, spec, plan), make_barriers(target)
+    warp_barrier, copy_wait = barriers.warp_barrier, barriers.copy_wait
     load = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
 
     def begin(base, io, first_row):
@@ -75,7 +76,8 @@ def make_copied_features(target: Target, spec: ModelSpec, plan: KernelPlan) -> t
     if distance:
 
         def take(base, shift, io, following):
-            arrived()
+            copy_wait()
+            warp_barrier()
             x = load(u32(base + shift))
             copy(u32(base + u32(u32(distance) - shift)), io[X], io[X_STRIDE], io[BATCH], following)
             return x
@@ -83,14 +85,16 @@ def make_copied_features(target: Target, spec: ModelSpec, plan: KernelPlan) -> t
     else:
 
         def take(base, shift, io, following):
-            arrived()
+            copy_wait()
+            warp_barrier()
             x = load(base)
-            read()
+            warp_barrier()  # all lanes have read
             copy(base, io[X], io[X_STRIDE], io[BATCH], following)
             return x
 
     def end(base):
-        arrived()
+        copy_wait()
+        warp_barrier()
 
     return target.device(begin), target.device(take), target.device(end)
 
@@ -98,21 +102,6 @@ def make_copied_features(target: Target, spec: ModelSpec, plan: KernelPlan) -> t
 def distance_of_tiles(plan: KernelPlan) -> int:
     """Bytes from the x tile to its twin; 0 where it has none."""
     return plan.next_x.offset - plan.x.offset if plan.next_x else 0
-
-
-def _make_waits(target: Target) -> tuple[Callable, Callable]:
-    """(arrived, read): the warp's copies are there for all of its lanes; all of its lanes have read."""
-
-    @target.intrinsic([], "void")
-    def arrived(e):
-        e.copy_wait()
-        e.warp_barrier()
-
-    @target.intrinsic([], "void")
-    def read(e):
-        e.warp_barrier()
-
-    return arrived, read
 
 
 def _make_copy(target: Target, spec: ModelSpec, plan: KernelPlan) -> Callable:
@@ -131,7 +120,7 @@ def _make_copy_of_rows(target: Target, tile: SwizzledTile, rows: int) -> Callabl
     def copy(e, base, x, x_stride, batch, first_row):
         lane, last = e.lane(), e.sub(batch, 1)
         local_row, chunk = e.div(lane, chunks), e.mod(lane, chunks)
-        first_place = tile.flipped(e, e.add(e.mul(local_row, tile.stride), e.mul(chunk, CHUNK)))
+        first_place = tile.within_panel(e, e.add(e.mul(local_row, tile.stride), e.mul(chunk, CHUNK)), 0)
         first_place = e.add(e.add(base, e.mul(e.warp(), rows * tile.stride)), first_place)
         own_row, own_chunk = e.add(first_row, local_row), e.address(x, chunk, CHUNK)
         for turn in range(rows // rows_a_turn):
@@ -162,7 +151,7 @@ def _make_copy_of_planes(target: Target, planes: PlanesSpec, tile: SwizzledTile,
     def copy(e, base, x, x_stride, batch, first_row):
         lane = e.lane()
         local_row, first_level = e.mod(lane, rows), e.div(lane, rows)
-        first_place = tile.flipped(e, e.add(e.mul(local_row, tile.stride), e.mul(first_level, n_bytes)))
+        first_place = tile.within_panel(e, e.add(e.mul(local_row, tile.stride), e.mul(first_level, n_bytes)), 0)
         first_place = e.add(e.add(base, e.mul(e.warp(), rows * tile.stride)), first_place)
         row = e.minimum(e.add(first_row, local_row), e.sub(batch, 1))
         source = e.address(x, row, n_bytes)

@@ -96,9 +96,10 @@ def can_split(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> bo
 
 def split_batch(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> int | None:
     """Samples from which on a batch is worth splitting; None where it can't be."""
-    if not can_split(spec, chip, dtype):
+    plans = level_split_gradient_plans(spec, chip) if is_splittable(spec, dtype) else []
+    if not plans:
         return None
-    plan, *_ = level_split_gradient_plans(spec, chip)
+    plan, *_ = plans
     return LEVEL_SPLIT_BATCH if all(part.shared for part in plan.gradients) else LEVEL_SPLIT_BATCH * WITH_GLOBAL_SUMS
 
 

@@ -477,35 +477,31 @@ class Emitter:
     def add_global_u64(self, address, value):
         self.asm([], "red.global.add.u64 [$0], $1;", "l,l,~{memory}", [address, value])
 
-    def copy_async(
-        self, shared_address, global_address, offset: int = 0, *, n_bytes: int = 16, where=None, constant: bool = True
-    ):
-        """4, 8 or 16 bytes from global to shared memory without passing registers (sm_80); both addresses are such a
-        multiple.
+    def copy_async(self, shared_address, global_address, offset: int = 0, *, where=None, constant: bool = True):
+        """16 bytes from global to shared memory without passing registers (sm_80); both addresses 16-byte aligned.
 
         where      a predicate: elsewhere nothing is read and zeros are written
         constant   whether nothing writes this memory while the kernel runs; no matter to the machine
         """
-        n_words = n_bytes // 4
-        text = f"cp.async.{'cg' if n_bytes == 16 else 'ca'}.shared.global [$0+{offset}], [$1], {n_bytes}"
+        text = f"cp.async.cg.shared.global [$0+{offset}], [$1], 16"
         if where is not None and self.cc >= 80:
-            read = self.builder.select(where, I32(n_bytes), I32(0))
+            read = self.builder.select(where, I32(16), I32(0))
             self.asm([], f"{text}, $2;", "r,l,r,~{memory}", [shared_address, global_address, read])
         elif where is not None:
-            words = self.load_global_where(where, global_address, "u32", n_words)
+            words = self.load_global_where(where, global_address, "u32", 4)
             self.store_shared(shared_address, "u32", words, offset)
         elif self.cc >= 80:
             self.asm([], f"{text};", "r,l,~{memory}", [shared_address, global_address])
         else:
-            words = self.load_global(global_address, "u32", n_words, constant=False)
+            words = self.load_global(global_address, "u32", 4, constant=False)
             self.store_shared(shared_address, "u32", words, offset)
 
     def copy_async_of(
         self, shared_address, global_address, offset: int, *, flip: int, item, further: int, stride, n_bytes: int
     ):
-        """`copy_async` (sm_80) of item number `item + further` of those that lie `stride` bytes apart, to where the
-        bits `flip` are xored to the shared address. Addresses are put together within the assembly: LLVM would compute
-        them in front of a loop, and keep all of them in registers."""
+        """As `copy_async` (sm_80), of 4, 8 or 16 bytes: item number `item + further` of those that lie `stride` bytes
+        apart, to where the bits `flip` are xored to the shared address. Addresses are put together within the assembly:
+        LLVM would compute them in front of a loop, and keep all of them in registers."""
         text = (
             "{ .reg .b32 place, number; .reg .b64 source; "
             f"xor.b32 place, $0, {flip}; add.u32 number, $2, {further}; mad.wide.u32 source, number, $3, $1; "

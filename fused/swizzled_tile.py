@@ -65,12 +65,8 @@ class SwizzledTile:
         chunks = self.stride // 16
         return e.xor(address, e.shl(e.and_(e.shr(address, 7), chunks - 1), 4))
 
-    def flipped(self, e, place):
-        """Where 16 bytes of a panel stand that would be at `place`, row * stride + bytes, counted from its start."""
-        return self._swizzle(e, place)
-
     def flip(self, place: int) -> int:
-        """Its bits xored to a place give the one `place` bytes further, if the two numbers have no bit in common."""
+        """Its bits xored to what `within_panel` gives for a place without a bit in common give it for both together."""
         return place ^ (((place >> 7) & (self.stride // 16 - 1)) << 4)
 
     def within_panel(self, e, place, column: int):
