@@ -104,7 +104,7 @@ class Toolbox:
         return Program(loaded, compiled, source)
 
     def load_first_that_fits(self, job: Job) -> tuple[object, list[Program]]:
-        """(plan, its kernels loaded) of the first candidate of which no kernel spills."""
+        """(plan, its kernels loaded) of the candidate that `jobs.choose` takes."""
         plan, kernels = choose(job, self.chip, self.compile, self._begin)
         return plan, [self.load(source, compiled) for source, compiled in kernels]
 

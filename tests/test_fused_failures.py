@@ -36,10 +36,27 @@ def test_plans_that_spill_give_way(gpu: EmulatedDriver, no_reference: None) -> N
     assert len(set(seen)) == 3 and gradient.spill_bytes == 64
 
 
-def test_when_every_plan_spills_the_reason_is_told(gpu: EmulatedDriver) -> None:
-    gpu.compiler.spills = lambda description: 128
+def test_when_every_plan_spills_the_one_that_spills_least_is_taken(gpu: EmulatedDriver, no_reference: None) -> None:
+    seen = {}
+
+    def spills(description: str) -> int:
+        return seen.setdefault(description, 200 if len(seen) == 2 else 300) if "GradientOptions" in description else 0
+
+    gpu.compiler.spills = spills
     model = make()
-    with pytest.raises(EngineUnavailable, match="no kernel plan can be used: .*128 bytes spilled"):
+    start, twin = model.params, reference_of(model)
+    x, y = batch(20)
+    model.trainer.training_step(x, y)
+    step(twin, x, y)
+    assert_same_training(model, twin, start)
+    (gradient,) = [kernel for kernel in model.explain().kernels if kernel.name == "gradient"]
+    assert gradient.spill_bytes == 200 and len(seen) > 3
+
+
+def test_when_every_plan_spills_too_much_the_reason_is_told(gpu: EmulatedDriver) -> None:
+    gpu.compiler.spills = lambda description: 4096
+    model = make()
+    with pytest.raises(EngineUnavailable, match="no kernel plan can be used: .*4096 bytes spilled"):
         model.network.inference(batch(20)[0])
 
 
