@@ -13,7 +13,7 @@ from .fragments import Target
 from .stage_io import KernelBody
 from .target import cuda_target
 
-MAX_SPILL_BYTES = 64
+MAX_SPILL_BYTES = 128
 """A plan whose kernel spills more gives way to the next candidate."""
 
 WITH_OWN_INSTRUCTIONS = ((9, 0),)

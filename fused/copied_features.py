@@ -1,8 +1,8 @@
 """Features that are numbers in memory already: copied to the x tile as they stand, a tile ahead.
 
 Inputs of a bare float16 network, and planes, need no arithmetic. So while a warp works on its samples of one tile,
-those of its next are on their way, past the registers (cp.async). A single plan has two x tiles that take turns, as dW
-is summed from one until the tile's end; inference and phased plans read a tile once and need no second.
+those of its next are on their way, past the registers (cp.async). Where dW is summed from the x tile until the tile's
+end, there are two that take turns; inference, and phased plans that save x, read a tile once and need no second.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ..specs import IdentitySpec, ModelSpec, round_up
 from .fragments import FragmentShape, Target
+from .phased_plan import PhasedPlan
 from .plan import RESERVED_SHARED_BYTES, Architecture, KernelPlan
 from .planes import PlanesSpec
 from .stage_io import BATCH, X_STRIDE, GradientOptions, InferenceOptions, X
@@ -45,30 +46,37 @@ def with_features_copied(
 def _copied(plan, chip: Architecture) -> list[KernelPlan]:
     if not isinstance(plan, KernelPlan) or not plan.swizzled:
         return []
-    if plan.kind == "inference" or (plan.kind == "phased" and plan.dx is None):
-        return [replace(plan, copied_ahead=True)]
-    if plan.kind != "single":
+    if isinstance(plan, PhasedPlan) and (plan.dx is not None or plan.x_is_shared):
         return []
-    offset = round_up(max(tile.end for tile in plan.tiles), SWIZZLE_ALIGNMENT)
+    if plan.kind == "inference" or (isinstance(plan, PhasedPlan) and not plan.keeps_x):
+        return [replace(plan, copied_ahead=True)]
+    if plan.kind not in ("single", "phased"):
+        return []
+    offset = round_up(plan.shared_end, SWIZZLE_ALIGNMENT)
     twin = SwizzledTile("next x", plan.x.rows, plan.x.columns, offset)
     copied = replace(plan, copied_ahead=True, next_x=twin)
     room = chip.shared_per_multiprocessor // plan.min_blocks - RESERVED_SHARED_BYTES
     return [copied] if copied.shared_bytes <= min(room, chip.shared_per_block) else []
 
 
-def make_copied_features(target: Target, spec: ModelSpec, plan: KernelPlan) -> tuple[Callable, Callable, Callable]:
+def make_copied_features(
+    target: Target, spec: ModelSpec, plan: KernelPlan, *, loads: bool = True
+) -> tuple[Callable, Callable, Callable]:
     """(begin, take, end): features of this warp's samples, tile after tile.
 
     begin(base, io, first_row)              start to copy those of the first tile
     take(base, shift, io, following) -> x   those of this tile, as a packed fragment; start to copy those from row
                                             `following` of the batch on. `shift` is how far behind the x tile they
-                                            stand: 0 in the first tile, then in turn `distance_of_tiles(plan)` and 0
+                                            stand: 0 in the first tile, then in turn `distance_of_tiles(plan)` and 0.
+                                            Without `loads`, x is of no use: the tile keeps them
     end(base)                               nothing is on its way any more
     """
     u32, distance = target.u32, distance_of_tiles(plan)
     copy, barriers = _make_copy(target, spec, plan), make_barriers(target)
     warp_barrier, copy_wait = barriers.warp_barrier, barriers.copy_wait
     load = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
+    if not loads:
+        load = target.device(lambda base: base)
 
     def begin(base, io, first_row):
         copy(base, io[X], io[X_STRIDE], io[BATCH], first_row)
@@ -125,10 +133,12 @@ def _make_copy_of_rows(target: Target, tile: SwizzledTile, rows: int) -> Callabl
         own_row, own_chunk = e.add(first_row, local_row), e.address(x, chunk, CHUNK)
         for turn in range(rows // rows_a_turn):
             row = e.minimum(e.add(own_row, rows_a_turn * turn), last)
-            flip = tile.flip(rows_a_turn * turn * tile.stride)
+            aligned, place = divmod(rows_a_turn * turn * tile.stride, SWIZZLE_ALIGNMENT)
+            flip, further = tile.flip(place), aligned * SWIZZLE_ALIGNMENT  # bits from 1024 on may be set in `base`
             for panel in range(tile.n_panels):
                 n_chunks = min(chunks, (tile.columns - panel * tile.panel_columns) // 8)
-                source, offset = e.address(own_chunk, panel * chunks, CHUNK), tile.offset + panel * tile.panel_bytes
+                source = e.address(own_chunk, panel * chunks, CHUNK)
+                offset = tile.offset + panel * tile.panel_bytes + further
                 copy_chunk = functools.partial(
                     e.copy_async_of, first_place, source, offset, flip=flip, item=row, further=0, stride=x_stride,
                     n_bytes=CHUNK,

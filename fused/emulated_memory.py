@@ -22,6 +22,9 @@ READ, READ_AS_CONSTANT, WRITTEN = 0, 1, 2  # uses of global memory
 NOBODY, SEVERAL_WARPS = -1, -2  # in place of a thread; -3 - w stands for several lanes of warp w
 FIRST_GROUP = -100  # FIRST_GROUP - g stands for several warps of warpgroup g
 ANY_ADDER = -(2**31)  # threads that add, in any order
+SHARED_START = 2048 + 16
+"""Where a launch's dynamic shared memory starts: no more aligned than a device promises, and what is aligned within it
+has bits of its address set, as there."""
 
 
 class RaceError(AssertionError):
@@ -104,10 +107,11 @@ def _name_of(owner: int) -> str:
 
 
 class SharedMemory:
-    """A block's shared memory in 2-byte cells, with the bookkeeping that finds races."""
+    """A block's shared memory in 2-byte cells from address `start` on, with the bookkeeping that finds races."""
 
-    def __init__(self, n_bytes: int, n_threads: int):
-        self.cells = np.full(n_bytes // 2, POISON, np.uint16)
+    def __init__(self, n_bytes: int, n_threads: int, start: int = 0):
+        self.start = start
+        self.cells = np.full((start + n_bytes) // 2, POISON, np.uint16)
         self.n_threads = n_threads
         self.block_epoch = self.group_epoch = 1
         self.warp_epoch = np.ones(n_threads // WARP, np.int64)
@@ -121,8 +125,11 @@ class SharedMemory:
 
     def _indices(self, addresses: np.ndarray, n_bytes: int) -> np.ndarray:
         first = addresses.astype(np.int64)
-        if (first % n_bytes != 0).any() or (first < 0).any() or (first + n_bytes > 2 * self.cells.size).any():
-            raise MemoryFault(f"shared address {first.max()} (+{n_bytes} bytes) of {2 * self.cells.size}")
+        end = 2 * self.cells.size
+        if (first % n_bytes != 0).any() or (first < self.start).any() or (first + n_bytes > end).any():
+            raise MemoryFault(
+                f"shared addresses {first.min()} to {first.max()} (+{n_bytes} bytes) of {self.start} to {end}"
+            )
         return first[:, None] // 2 + np.arange(n_bytes // 2)
 
     @property

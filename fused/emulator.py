@@ -31,11 +31,12 @@ class Block:
         block: int = 0,
         n_blocks: int = 1,
         block_row: int = 0,
+        shared_start: int = 0,
     ):
         self.memory = memory
         self.n_threads = n_threads
         self.block_index, self.n_blocks, self.block_row = block, n_blocks, block_row
-        self.shared = SharedMemory(shared_bytes, n_threads)
+        self.shared = SharedMemory(shared_bytes, n_threads, shared_start)
         self.threads = np.arange(n_threads)
         self.pending_copies: list[tuple] = []
         self.pending_groups: list[list[tuple]] = []

@@ -65,10 +65,13 @@ from .tiles import (
 )
 
 
-def make_features(target: Target, spec: ModelSpec, plan: KernelPlan, options) -> tuple[Callable, Callable, Callable]:
-    """(begin, take, end) as of `make_copied_features`, for the plan's way: copied ahead, or encoded into the x tile."""
+def make_features(
+    target: Target, spec: ModelSpec, plan: KernelPlan, options, *, loads: bool = True
+) -> tuple[Callable, Callable, Callable]:
+    """(begin, take, end) as of `make_copied_features`, for the plan's way: copied ahead, or encoded into the x tile.
+    Without `loads`, what `take` gives is of no use, and the features stay in the tile."""
     if plan.copied_ahead:
-        begin, take_copied, end = make_copied_features(target, spec, plan)
+        begin, take_copied, end = make_copied_features(target, spec, plan, loads=loads)
 
         def take(base, shift, io, first_row, following):
             return take_copied(base, shift, io, following)
@@ -77,6 +80,8 @@ def make_features(target: Target, spec: ModelSpec, plan: KernelPlan, options) ->
     _, warp_barrier, _ = make_barriers(target)
     encode = make_encode(target, spec, plan, options)
     load_x = make_load_fragment(target, plan.x, FragmentShape(plan.rows, plan.x.columns))
+    if not loads:
+        load_x = target.device(lambda base: base)
 
     def begin(base, io, first_row):
         return

@@ -22,7 +22,7 @@ from .saved_images import slot_images
 SAVED_BYTES = 96 * 2**20
 """Memory for the fragments of a chunk in staged plans."""
 
-IMAGE_BYTES = 384 * 2**20
+IMAGE_BYTES = 512 * 2**20
 """Memory for the images of a chunk in phased plans."""
 
 
@@ -145,12 +145,14 @@ class PhasedGradientProgram(GradientProgram):
 
     def _prepare(self) -> None:
         (self._program,) = self.programs
-        self._tile_bytes = GROUPS * slot_images(self.spec)[2]
+        self._tile_bytes = GROUPS * slot_images(self.spec, len(self.plan.layers))[2]
         self._set = self._program.kernel.setter("n_tiles", "losses", "accumulate", "mark", *BATCH_FIELDS)
 
     def chunk_tiles(self, batch: int) -> int:
-        """Tiles a chunk: whole waves of blocks, chunks alike as far as they allow."""
+        """Tiles a chunk: whole waves of blocks, chunks alike as far as they allow; all, if nothing is saved."""
         n_tiles, wave = -(-batch // self.plan.tile_rows), self._program.max_blocks
+        if not self._tile_bytes:
+            return n_tiles
         n_waves, longest = -(-n_tiles // wave), max(1, IMAGE_BYTES // (wave * self._tile_bytes))
         n_chunks = -(-n_waves // longest)
         return min(n_tiles, -(-n_waves // n_chunks) * wave)
@@ -159,7 +161,7 @@ class PhasedGradientProgram(GradientProgram):
         chunk_tiles, workspace = self.chunk_tiles(batch.size), self.workspace
         chunk_rows, n_blocks = chunk_tiles * self.plan.tile_rows, min(chunk_tiles, self._program.max_blocks)
         n_chunks = -(-batch.size // chunk_rows)
-        saved = workspace.get("saved images", round_up(chunk_tiles, n_blocks) * self._tile_bytes)
+        saved = workspace.get("saved images", max(16, round_up(chunk_tiles, n_blocks) * self._tile_bytes))
         partial = workspace.get("partial sums", n_blocks * self.row_bytes)
         losses = workspace.get("losses", 4 * n_blocks * n_chunks)
         self._program.kernel.set(saved=saved, partial_sums=partial)

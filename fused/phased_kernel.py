@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..specs import ModelSpec
+from .copied_features import distance_of_tiles
 from .fragments import Target, make_zeros
 from .fuser import make_features, make_features_backward, make_store_loss
-from .mlp import make_block_sum, make_weight_gradients
+from .mlp import make_block_sum, make_weight_gradients, make_write_partial_sums, n_accumulators
 from .network_stage import make_load_weights, make_network_gradient
 from .phased_plan import GROUPS, PhasedPlan
 from .plan import keeps_gate, layer_offsets
@@ -21,6 +22,7 @@ from .saved_images import (
     slot_images,
 )
 from .stage_io import BAD, IO_PARAMETERS, MARK, SAVED, GradientOptions, KernelBody
+from .summed_layers import make_add_weight_gradient, make_summed_network, make_tile_exchange
 from .tiles import make_aligned_base, make_barriers, make_divide_by, make_first_row_of, make_indices
 
 
@@ -34,26 +36,30 @@ def make_phased_gradient_kernel(
     barrier = make_barriers(target).barrier
     block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     load_all, _ = make_load_weights(target, plan, layer_offsets(spec))
-    begin, take_x, end = make_features(target, spec, plan, options)
-    propagate, first_row_of = _make_propagate(target, spec, plan, options, take_x), make_first_row_of(target, plan)
+    begin, take_x, end = make_features(target, spec, plan, options, loads=not plan.keeps_x)
+    first_row_of, distance = make_first_row_of(target, plan), distance_of_tiles(plan)
+    propagate = _make_propagate(target, spec, plan, options, take_x)
+    zeros, write_sums = make_zeros(target, max(1, n_accumulators(plan.summed))), _make_write_sums(target, plan)
     sum_layers = _make_sum_layers(target, spec, plan)
     block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
     u32, f32, divide = target.u32, target.f32, make_divide_by(target)
 
     def gradient(n_tiles, partial_sums, row_bytes, accumulate, losses, io):
         base = shared_base()
-        total, tile, step = f32(0), u32(block_index()), u32(n_blocks())
+        total, tile, step, shift = f32(0), u32(block_index()), u32(n_blocks()), u32(0)
         begin(base, io, first_row_of(tile))
         load_all(base, io)
         tiles_a_block = divide(u32(u32(n_tiles + step) - u32(1)), step)[0]
         first_slot = u32(u32(tile * tiles_a_block) * u32(GROUPS))
-        slot = first_slot
+        slot, sums = first_slot, zeros()
         while tile < n_tiles:
-            total = total + propagate(base, io, slot, tile, step)
+            value, sums = propagate(base, io, slot, shift, tile, step, sums)
+            total = total + value
             slot = u32(slot + u32(GROUPS))
-            tile = u32(tile + step)
+            tile, shift = u32(tile + step), u32(u32(distance) - shift)
         end(base)
         barrier()
+        write_sums(base, io, sums, partial_sums, row_bytes, accumulate)
         sum_layers(base, io, first_slot, slot, partial_sums, row_bytes, accumulate)
         store_loss(losses, block_index(), block_sum(base, total))
 
@@ -70,43 +76,119 @@ def make_phased_gradient_kernel(
 def _make_propagate(
     target: Target, spec: ModelSpec, plan: PhasedPlan, options: GradientOptions, take_x: Callable
 ) -> Callable:
-    """propagate(base, io, first_slot, tile, step) -> sum of this thread's loss values. A warpgroup saves what belongs
-    to its samples of the tile in a slot of its own, from `first_slot` on; `step` tiles further is the block's next."""
+    """propagate(base, io, first_slot, shift, tile, step, sums) -> (sum of this thread's loss values, sums with dW of
+    the tile's samples more). A warpgroup saves what belongs to its samples in a slot of its own, from `first_slot` on;
+    `step` tiles further is the block's next; x is in the tile `shift` bytes behind the x tile."""
     _, warp_barrier, _ = make_barriers(target)
     _, need = make_load_weights(target, plan, layer_offsets(spec))
-    h_images, d_images, slot_bytes = slot_images(spec)
+    h_images, d_images, slot_bytes = slot_images(spec, len(plan.layers))
     by_sign = spec.network.activation in KNOWN_BY_SIGN and not keeps_gate(spec)
     make_h_keeper = make_sign_keeper if by_sign else make_image_keeper
-    keep_x = make_image_keeper(target, h_images[0], slot_bytes).keep
     h_keepers = [make_h_keeper(target, tile, slot_bytes) for tile in h_images[1:]]
     d_keepers = [make_image_keeper(target, tile, slot_bytes) for tile in d_images]
-    network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
+    network = _make_network(target, spec, plan, options, need, h_keepers, d_keepers)
     encoding_backward = make_features_backward(target, spec, plan, options, need)
     first_row_of, prefetch = make_first_row_of(target, plan), make_prefetch(target, spec, plan, options)
-    u32 = target.u32
+    u32, add_first = target.u32, _make_add_first(target, plan)
+    if plan.keeps_x:
+
+        def keep_x(base, io, slot, shift, x):
+            return u32(base + shift)
+
+    else:
+        save_x = make_image_keeper(target, h_images[0], slot_bytes).keep
+
+        def keep_x(base, io, slot, shift, x):
+            return save_x(base, io, slot, x)
+
+    keep_x = target.device(keep_x)
 
     @target.intrinsic([], "u32")
     def warpgroup(e):
         return e.warpgroup()
 
-    def propagate(base, io, first_slot, tile, step):
+    def propagate(base, io, first_slot, shift, tile, step, sums):
         first_row, following = first_row_of(tile), first_row_of(u32(tile + step))
         slot = u32(first_slot + warpgroup())
         prefetch(io, following)
-        x = take_x(base, u32(0), io, first_row, following)
-        keep_x(base, io, slot, x)
-        d, total = network(base, io, slot, first_row, x)
+        x = take_x(base, shift, io, first_row, following)
+        x = keep_x(base, io, slot, shift, x)
+        d, total, sums = network(base, io, slot, first_row, x, sums)
+        sums = add_first(base, u32(base + shift), sums)
         warp_barrier()
         encoding_backward(base, io, first_row, d)
         warp_barrier()
-        return total
+        return total, sums
 
     return target.device(propagate)
+
+
+def _make_network(target: Target, spec, plan: PhasedPlan, options, need, h_keepers, d_keepers) -> Callable:
+    """network(base, io, slot, first_row, x, sums) -> (d of layer 0, loss, sums)."""
+    if plan.summed:
+        return make_summed_network(target, spec, plan, options, h_keepers, d_keepers)
+    network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
+
+    def network_without_sums(base, io, slot, first_row, x, sums):
+        d, total = network(base, io, slot, first_row, x)
+        return d, total, sums
+
+    return target.device(network_without_sums)
+
+
+def _make_add_first(target: Target, plan: PhasedPlan) -> Callable:
+    """add(base, base_of_x, sums) -> sums with dW of layer 0 more, if that is summed here; behind it, nobody reads tiles
+    that the next one of the batch overwrites."""
+    exchange = make_tile_exchange(target)
+    before, after = exchange.before, exchange.after
+    if not plan.summed:
+
+        def add(base, base_of_x, sums):
+            return sums
+
+    elif plan.layers:
+
+        def add(base, base_of_x, sums):
+            after()
+            return sums
+
+    else:
+        add_weight_gradient = make_add_weight_gradient(target, plan.summed, 0)
+
+        def add(base, base_of_x, sums):
+            before()
+            sums = add_weight_gradient(base, base_of_x, sums)
+            after()
+            return sums
+
+    return target.device(add)
+
+
+def _make_write_sums(target: Target, plan: PhasedPlan) -> Callable:
+    """write(base, io, sums, partial_sums, row_bytes, accumulate): dW of the layers summed in the first phase."""
+    if not plan.summed:
+
+        def nothing(base, io, sums, partial_sums, row_bytes, accumulate):
+            return
+
+        return target.device(nothing)
+    write, block_index = make_write_partial_sums(target, plan.summed), make_indices(target).block
+
+    def write_sums(base, io, sums, partial_sums, row_bytes, accumulate):
+        write(base, sums, partial_sums, partial_sums, row_bytes, block_index(), accumulate, io[BAD], io[MARK])
+
+    return target.device(write_sums)
 
 
 def _make_sum_layers(target: Target, spec: ModelSpec, plan: PhasedPlan) -> Callable:
     """sum(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate): dW of all layers over these slots.
     Shared memory is the caller's to lose; behind it, all threads of the block are done with it."""
+    if not plan.layers:
+
+        def nothing(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate):
+            return
+
+        return target.device(nothing)
 
     def chain(layer: int) -> Callable:
         sum_this = _make_sum_layer(target, spec, plan, layer)
@@ -125,7 +207,7 @@ def _make_sum_layers(target: Target, spec: ModelSpec, plan: PhasedPlan) -> Calla
 
 def _make_sum_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int) -> Callable:
     """The same for one layer."""
-    h_images, d_images, slot_bytes = slot_images(spec)
+    h_images, d_images, slot_bytes = slot_images(spec, len(plan.layers))
     copy_h = make_copy_image(target, plan.h[layer], h_images[layer], slot_bytes, plan.threads)
     copy_d = make_copy_image(target, plan.d[layer], d_images[layer], slot_bytes, plan.threads)
     layers = (plan.layers[layer],)

@@ -146,9 +146,13 @@ class KernelPlan:
         return (*weights, *(t for t in (self.x, self.next_x, self.dx) if t), *self.h, *self.d)
 
     @property
+    def shared_end(self) -> int:
+        """Where the last tile ends."""
+        return max(tile.end for tile in self.tiles)
+
+    @property
     def shared_bytes(self) -> int:
-        used = max((*[tile.end for tile in self.tiles], self._reduction_bytes))
-        return used + self.shared_alignment - SHARED_ALIGNMENT
+        return max(self.shared_end, self._reduction_bytes) + self.shared_alignment - SHARED_ALIGNMENT
 
     @property
     def _reduction_bytes(self) -> int:

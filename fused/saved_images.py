@@ -5,7 +5,7 @@ lane's registers of a packed fragment lie one behind the other (`ColumnOrder`). 
 columns, a warp whole 64-byte pieces of 8 rows, and the way to shared memory is a plain copy. dW = d^T h of two such
 images has its rows and columns in that order too; whoever writes dW puts them back (`make_write_image_sums`).
 
-The images of 64 samples stand behind one another, x, h_1 ..., d_1 ... d_out: a *slot*.
+The images of 64 samples stand behind one another, x, h_1 ..., d_1 ...: a *slot*.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def image(columns: int, offset: int = 0) -> SwizzledTile:
     return SwizzledTile("image", WARPGROUP_ROWS, columns, offset)
 
 
-def slot_images(spec: ModelSpec) -> tuple[list[SwizzledTile], list[SwizzledTile], int]:
-    """(images of the layers' inputs, of the gradients of their outputs, bytes of a slot)."""
-    widths = [fan_in for _, fan_in in spec.layer_shapes] + [fan_out for fan_out, _ in spec.layer_shapes]
+def slot_images(spec: ModelSpec, n_layers: int) -> tuple[list[SwizzledTile], list[SwizzledTile], int]:
+    """(images of the first layers' inputs, of the gradients of their outputs, bytes of a slot)."""
+    shapes = spec.layer_shapes[:n_layers]
+    widths = [fan_in for _, fan_in in shapes] + [fan_out for fan_out, _ in shapes]
     images, end = [], 0
     for width in widths:
         images.append(image(width, end))
         end = images[-1].end
-    n_layers = len(spec.layer_shapes)
     return images[:n_layers], images[n_layers:], end
 
 

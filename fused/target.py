@@ -217,7 +217,7 @@ class EmulatorTarget:
         return lambda i: values[np.asarray(i).astype(np.int64)]
 
     def dynamic_shared_base(self) -> Callable:
-        return lambda: np.uint32(0)
+        return lambda: np.uint32(self.block.shared.start)
 
     def static_shared_base(self, n_bytes: int) -> Callable:
         return lambda: np.uint32(0)

@@ -34,19 +34,35 @@ def make_warpgroup_product(
 
     @target.intrinsic(["u32", ("u32", operand.n_packed)], ("f32", result.n_elements))
     def product(e, base, packed):
-        steps = range(operand.columns // 16)
-        a = tuple(packed[4 * k : 4 * k + 4] for k in steps)
-        places = [(16 * k, 0) if transposed else (0, 16 * k) for k in steps]
-        b = tuple(_operand(weights, base, *place, transposed=transposed) for place in places)
-        (sums,) = e.wgmma([Chain(result.columns, a, b)])
+        a = tuple(packed[i : i + 4] for i in range(0, operand.n_packed, 4))
+        (sums,) = e.wgmma([Chain(result.columns, a, _steps_of(weights, base, transposed=transposed))])
         return sums
 
     return product
 
 
+def _steps_of(weights: SwizzledTile, base, *, transposed: bool) -> tuple:
+    """B of the forward product, or with `transposed` of the backward one, step by step along k."""
+    places = [(k, 0) if transposed else (0, k) for k in range(0, weights.rows if transposed else weights.columns, 16)]
+    return tuple(_operand(weights, base, *place, transposed=transposed) for place in places)
+
+
+def tile_product_chain(e, weights: SwizzledTile, base, tile: SwizzledTile, base_of_tile, *, transposed: bool) -> Chain:
+    """One of the two products of the warpgroup's rows of a tile, which counts from `base_of_tile`."""
+    own = e.add(base_of_tile, e.mul(e.warpgroup(), WARPGROUP_ROWS * tile.stride))
+    a = tuple(_operand(tile, own, 0, column, transposed=False) for column in range(0, tile.columns, 16))
+    n = weights.columns if transposed else weights.rows
+    return Chain(n, a, _steps_of(weights, base, transposed=transposed))
+
+
 def add_products(e, base, layers: list[tuple]) -> list[list]:
-    """Sums + d^T h for (`WeightGradient`, sums, base that h's tile counts from) of some layers as one batch: over each
-    warpgroup's own samples, or over all of a tile's where warpgroups share the rows of dW. d counts from `base`."""
+    """Sums + d^T h for (`WeightGradient`, sums, base that h's tile counts from) of some layers as one batch."""
+    return e.wgmma(weight_gradient_chains(e, base, layers))
+
+
+def weight_gradient_chains(e, base, layers: list[tuple]) -> list[Chain]:
+    """Of the same: over each warpgroup's own samples, or over all of a tile's where warpgroups share the rows of dW. d
+    counts from `base`."""
     group, own = e.warpgroup(), {}
 
     def address_of(start, step: int):
@@ -73,4 +89,4 @@ def add_products(e, base, layers: list[tuple]) -> list[list]:
             for tile, place in zip((rows, columns), places, strict=True)
         )
         chains.append(Chain(columns.columns, a, b, tuple(sums)))
-    return e.wgmma(chains)
+    return chains

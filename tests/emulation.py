@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from numba_tcnn.fused import emulator, fuser, gradient_scale_kernels, optimizer_kernels
-from numba_tcnn.fused.emulated_memory import GlobalMemory
+from numba_tcnn.fused.emulated_memory import SHARED_START, GlobalMemory
 from numba_tcnn.fused.fixed_point import fixed_point_of
 from numba_tcnn.fused.formats import number_format
 from numba_tcnn.fused.keepers import saved_units
@@ -88,7 +88,9 @@ def run_kernel(
         if shuffle is not None:
             shuffle.shuffle(places)
         for row, block in places:
-            target.block = emulator.Block(memory, threads, shared_bytes, block=block, n_blocks=n_blocks, block_row=row)
+            target.block = emulator.Block(
+                memory, threads, shared_bytes, block=block, n_blocks=n_blocks, block_row=row, shared_start=SHARED_START
+            )
             body.function(*arguments)
 
 
@@ -247,7 +249,9 @@ class EmulatedModel:
 
     def _phased(self, plan: PhasedPlan, options: GradientOptions, given: dict, n_blocks: int, chunk_rows: int) -> None:
         slots = round_up(-(-chunk_rows // plan.tile_rows), n_blocks) * GROUPS
-        given = given | {"saved": self.place(np.full(slots * slot_images(self.spec)[2], 0xFF, np.uint8))}
+        given = given | {
+            "saved": self.place(np.full(slots * slot_images(self.spec, len(plan.layers))[2], 0xFF, np.uint8))
+        }
         for chunk, fields in enumerate(self._chunks(given, n_blocks, chunk_rows)):
             self.run(
                 lambda target: make_phased_gradient_kernel(target, self.spec, plan, options), plan, n_blocks,

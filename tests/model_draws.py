@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -63,3 +64,40 @@ def covering(dtype: str = "float16") -> list[Draw]:
         dtypes = (("float32", "float16")[i % 2], ("float32", "float16")[i // 2 % 2])
         result.append(Draw(n_input_dims, 1 + 5 * i % 20, encoding, network, LOSSES[i % 8], *dtypes, i, dtype))
     return result
+
+
+def plain_draw(seed: int, number: int) -> Draw:
+    """A random model of what an image needs: a grid of 2 to 4 dimensions or none, any of both MLPs up to 128 wide."""
+    chance = random.Random(f"{seed} {number}")
+    grid = chance.choice(("HashGrid", "HashGrid", "DenseGrid", "TiledGrid", "Identity"))
+    n_input_dims = chance.randint(1, 64) if grid == "Identity" else chance.randint(2, 4)
+    encoding = {"otype": grid}
+    if grid != "Identity":
+        n_features = chance.choice((1, 2, 4, 8))
+        encoding |= {
+            "n_levels": chance.randint(1, 32 // n_features if grid == "HashGrid" else 4),
+            "n_features_per_level": n_features,
+            "base_resolution": chance.randint(2, 8),
+            "per_level_scale": round(chance.uniform(1.1, 1.5), 3),
+            "interpolation": chance.choice(("Linear", "Smoothstep", "Nearest")),
+        }
+        if grid == "HashGrid":
+            encoding["log2_hashmap_size"] = chance.randint(8, 15)
+    fully_fused = chance.random() < 0.6
+    network = {
+        "otype": "FullyFusedMLP" if fully_fused else "CutlassMLP",
+        "n_neurons": chance.choice((16, 32, 64, 64, 128)) if fully_fused else chance.randint(1, 128),
+        "n_hidden_layers": chance.randint(1, 4),
+        "activation": chance.choice(("ReLU", "ReLU", *ACTIVATIONS)),
+        "output_activation": chance.choice(("None", "None", "Sigmoid", "Softplus", "Squareplus")),
+    }
+    return Draw(
+        n_input_dims,
+        chance.randint(1, 16),
+        encoding,
+        network,
+        chance.choice(("L2", "RelativeL2", "Mape")),
+        chance.choice(("float32", "float16")),
+        chance.choice(("float32", "float16")),
+        chance.getrandbits(32),
+    )

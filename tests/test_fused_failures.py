@@ -14,18 +14,19 @@ from emulated_models import CONFIG, assert_same_training, batch, make, predict, 
 import numba_tcnn as tcnn
 from numba_tcnn.engines import EngineUnavailable
 from numba_tcnn.fused import device_status, driver, losses
+from numba_tcnn.fused.compiler import MAX_SPILL_BYTES
 from numba_tcnn.fused.layer_plan import LAYER_BY_LAYER
 from numba_tcnn.reference.engine import ReferenceRuntime
 
 
 def test_plans_that_spill_give_way(gpu: EmulatedDriver, no_reference: None) -> None:
-    """The first candidate that spills 64 bytes or fewer is taken."""
+    """The first candidate that spills no more than a kernel may is taken."""
     seen = []
 
     def spills(description: str) -> int:
         if description.startswith("single"):
             seen.append(description)
-            return {1: 65, 2: 4000}.get(len(seen), 64)
+            return {1: MAX_SPILL_BYTES + 1, 2: 4000}.get(len(seen), MAX_SPILL_BYTES)
         return 0
 
     gpu.compiler.spills = spills
@@ -33,7 +34,7 @@ def test_plans_that_spill_give_way(gpu: EmulatedDriver, no_reference: None) -> N
     x, y = batch(20)
     model.trainer.training_step(x, y)
     (gradient,) = [kernel for kernel in model.explain().kernels if kernel.name == "gradient"]
-    assert len(set(seen)) == 3 and gradient.spill_bytes == 64
+    assert len(set(seen)) == 3 and gradient.spill_bytes == MAX_SPILL_BYTES
 
 
 def test_when_every_plan_spills_the_one_that_spills_least_is_taken(gpu: EmulatedDriver, no_reference: None) -> None:

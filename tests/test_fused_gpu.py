@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from model_draws import covering
+from model_draws import covering, plain_draw
 
 import numba_tcnn as tcnn
 from benchmarks.agreement.comparison import TOLERANCE, Agreement, Comparison, relative_error
@@ -55,6 +55,14 @@ def test_random_models_agree_with_the_reference(part):
     records = [examine_number(k, seed=SEED, scale=FULL, compare=True) for k in range(part, N_DRAWS, N_PARTS)]
     wrong = [f"draw {record['number']}: {record['failures']}" for record in records if record["status"] == FAILS]
     assert not wrong, f"python -m benchmarks.agreement --seed {SEED} --draw ...\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_random_plain_models_agree_with_the_reference_at_every_batch_size(number):
+    draw = plain_draw(SEED, number)
+    print(f"\nNUMBA_TCNN_TEST_SEED={SEED}, number {number}")
+    for agreement in compare(draw, (*BATCHES, LARGE)):
+        assert agreement.holds, f"{draw}: {agreement}"
 
 
 @pytest.mark.parametrize("draw", covering(), ids=str)
@@ -274,10 +282,13 @@ WARPGROUP_SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("input_dtype", ["float32", "float16"])
 @pytest.mark.parametrize("shape", WARPGROUP_SHAPES, ids=str)
-def test_every_layout_of_warpgroups_agrees_with_the_reference(shape):
-    """Each swizzle as each operand. On other chips than compute capability 9.0, the same shapes without wgmma."""
+def test_every_layout_of_warpgroups_agrees_with_the_reference(shape, input_dtype):
+    """Each swizzle as each operand, inputs in float16 being copied ahead. On other chips than compute capability 9.0,
+    the same shapes without wgmma."""
     n_in, n_out, hidden = shape
-    draw = Draw(n_in, n_out, {"otype": "Identity"}, {"otype": "CutlassMLP", "hidden": hidden}, "L2")
+    network = {"otype": "CutlassMLP", "hidden": hidden}
+    draw = Draw(n_in, n_out, {"otype": "Identity"}, network, "L2", input_dtype=input_dtype)
     for agreement in compare(draw, BATCHES):
         assert agreement.holds, str(agreement)

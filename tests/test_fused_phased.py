@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,25 +12,30 @@ from test_fused_kernels import GRID, HOPPER, check, data, make_params
 from test_fused_warpgroups import mlp
 
 from numba_tcnn.config import parse_model
+from numba_tcnn.fused.copied_features import with_features_copied
 from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault, RaceError
 from numba_tcnn.fused.emulator import Block, Emitter
+from numba_tcnn.fused.fragments import Target
 from numba_tcnn.fused.network_plans import gradient_plans
-from numba_tcnn.fused.phased_plan import PhasedPlan, phased_plans
+from numba_tcnn.fused.phased_plan import PhasedPlan, can_share_x, phased_plans
 from numba_tcnn.fused.plan import architecture
 from numba_tcnn.fused.saved_images import image, make_restore_image, make_save_image, make_signs
 from numba_tcnn.fused.stage_io import GradientOptions
+from numba_tcnn.fused.summed_layers import Exchange, make_tile_exchange
 from numba_tcnn.fused.warpgroup_plan import warpgroup_inference_plans
 from numba_tcnn.specs import ModelSpec
 
 
-def plan_of(spec: ModelSpec, *, encoding_gradient: bool = True) -> PhasedPlan:
-    (plan,) = phased_plans(spec, HOPPER, encoding_gradient=encoding_gradient)
+def plan_of(spec: ModelSpec, *, at_once: bool = False, encoding_gradient: bool = True) -> PhasedPlan:
+    plans = phased_plans(spec, HOPPER, encoding_gradient=encoding_gradient)
+    return plans[0 if at_once else -1]
+
+
+def check_phased(spec: ModelSpec, *, at_once: bool = False, **options: Any) -> PhasedPlan:
+    plan, (inference, *_) = plan_of(spec, at_once=at_once), warpgroup_inference_plans(spec, HOPPER)
+    assert bool(plan.summed) is at_once
+    check(spec, plan=plan, inference_plan=inference, **options)
     return plan
-
-
-def check_phased(spec: ModelSpec, **options: Any) -> None:
-    inference, *_ = warpgroup_inference_plans(spec, HOPPER)
-    check(spec, plan=plan_of(spec), inference_plan=inference, **options)
 
 
 SHAPES = [
@@ -88,14 +94,97 @@ def test_gradients_that_are_not_finite_are_marked(rng: np.random.Generator) -> N
     assert model.bad[0] == 1
 
 
+# ------------------------------------------------------------------------ layers whose dW is summed at once
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layers_summed_at_once(shape: tuple[int, ...]) -> None:
+    """All of them: nothing is saved."""
+    assert not check_phased(mlp(*shape), at_once=True, batch=150).layers
+
+
+@pytest.mark.parametrize("n_hidden", [3, 4, 5])
+def test_the_last_layers_summed_at_once(n_hidden: int) -> None:
+    """Behind others that are saved; h of the first of them where x stood, or apart."""
+    plan = check_phased(mlp(128, 16, *[128] * n_hidden), at_once=True, batch=140, gradient_tolerance=4e-3)
+    assert 0 < len(plan.layers) < n_hidden + 1
+    assert plan.x_is_shared is (n_hidden > 3) and len(plan.summed) == (1 if n_hidden == 5 else 2)
+
+
+def test_narrow_inputs_do_not_share_their_tile() -> None:
+    """Rows of 64 bytes: other warps' rows of h would stand where they do."""
+    narrow, wide = mlp(32, 64, *[128] * 5), mlp(48, 64, *[128] * 5)
+    assert can_share_x(wide, 5) and not can_share_x(narrow, 5)
+    plan = plan_of(narrow, at_once=True)
+    assert len(plan.summed) == 1 and not plan.x_is_shared
+
+
+@pytest.mark.parametrize("batch", [1, 31, 257, 128 * 7])
+def test_ragged_batches_summed_at_once(batch: int) -> None:
+    check_phased(mlp(16, 3, 128), at_once=True, batch=batch)
+
+
+def test_chunks_of_which_some_layers_are_summed_at_once() -> None:
+    check_phased(mlp(128, 3, *[128] * 3), at_once=True, batch=128 * 4 + 31, chunk_rows=256, gradient_tolerance=4e-3)
+
+
+@pytest.mark.parametrize("activation", ["Sigmoid", "LeakyReLU", "None"])
+def test_what_the_way_back_needs_of_tiles(activation: str) -> None:
+    """Outputs are read from their tile before d takes their place."""
+    check_phased(mlp(16, 3, 128, 128, activation=activation), at_once=True)
+
+
+@pytest.mark.parametrize("spec", [mlp(16, 3, 128, activation="SiLU"), mlp(32, 3, 120), mlp(16, 80, 128)], ids=str)
+def test_networks_that_save_all(spec: ModelSpec) -> None:
+    """phi' of z stands where d will, hidden padding must be cleared, outputs are made in one piece."""
+    assert not any(plan.summed for plan in phased_plans(spec, HOPPER, encoding_gradient=True))
+
+
+@pytest.mark.parametrize("left_out", ["fence_async", "barrier", "warpgroup_barrier"])
+@pytest.mark.parametrize("shape", [(16, 3, 128), (128, 16, 128, 128, 128)], ids=str)
+def test_races_of_summed_layers_without(left_out: str, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Emitter, left_out, lambda e: None)
+    with pytest.raises(RaceError):
+        check_phased(mlp(*shape), at_once=True, batch=300)
+
+
+@pytest.mark.parametrize("left_out", ["before", "after", "own"])
+def test_every_barrier_of_summed_layers_is_needed(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(target: Target) -> Exchange:
+        return make_tile_exchange(target)._replace(**{left_out: lambda: None})
+
+    monkeypatch.setattr("numba_tcnn.fused.summed_layers.make_tile_exchange", without)
+    with pytest.raises(RaceError):
+        check_phased(mlp(128, 16, 128, 128), at_once=True, batch=300)
+
+
 # --------------------------------------------------------------------------------------------- plans
 
 
 def test_they_come_first_on_hopper() -> None:
     spec = mlp(128, 16, 128, 128, 128, 128)
     assert isinstance(gradient_plans(spec, HOPPER, encoding_gradient=True)[0], PhasedPlan)
-    assert "phased" in plan_of(spec).describe() and "wgmma" in plan_of(spec).describe()
-    assert plan_of(spec).stages * plan_of(spec).pair_bytes(0) < plan_of(spec).shared_bytes <= HOPPER.shared_per_block
+    for plan in phased_plans(spec, HOPPER, encoding_gradient=True):
+        assert "phased" in plan.describe() and "wgmma" in plan.describe()
+        assert plan.stages * plan.pair_bytes(0) < plan.shared_bytes <= HOPPER.shared_per_block
+    assert plan_of(spec, at_once=True).describe() == plan_of(spec).describe() + ", dW of 2 layers at once"
+
+
+def test_tiles_of_layers_summed_at_once() -> None:
+    """Each is there once; d has the place of the next layer's h, and the twin of x is behind all."""
+    spec = mlp(128, 16, 128, 128)
+    first, second, *_ = with_features_copied(
+        phased_plans(spec, HOPPER, encoding_gradient=False), spec, HOPPER, GradientOptions("float16")
+    )
+    assert (
+        first.copied_ahead
+        and first.next_x.offset >= second.shared_end
+        and second == replace(first, copied_ahead=False, next_x=None)
+    )
+    tiles = sorted(first.tiles, key=lambda tile: tile.offset)
+    assert all(a.end <= b.offset for a, b in zip(tiles, tiles[1:], strict=False))
+    assert [layer.d for layer in first.summed[:-1]] == [layer.h for layer in first.summed[1:]]
+    assert first.summed[0].h == first.x and first.keeps_x and not first.x_is_shared
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,13 +162,19 @@ def check_single(spec: ModelSpec, kernel: KernelPlan, chip: Architecture, encodi
 def check_phased(spec: ModelSpec, kernel: PhasedPlan, chip: Architecture, encoding_gradient: bool) -> None:
     assert chip.cc == 90 and kernel.shared_bytes <= chip.shared_per_block
     assert kernel.weights.resident and kernel.dx == (kernel.x if encoding_gradient else None)
-    assert_disjoint([*kernel.weights.weights, kernel.x])
-    assert [(layer.d.columns, layer.h.columns) for layer in kernel.layers] == list(spec.layer_shapes)
+    while_propagating = dict.fromkeys(tile for layer in kernel.summed for tile in (layer.h, layer.d))
+    first, *others = while_propagating if kernel.x_is_shared else (kernel.x, *(while_propagating or ()))
+    assert_disjoint([*kernel.weights.weights, first, *(tile for tile in others if tile != kernel.x)])
+    layers = (*kernel.layers, *kernel.summed)
+    assert [(layer.d.columns, layer.h.columns) for layer in layers] == list(spec.layer_shapes)
+    assert [layer.parameter_offset for layer in layers] == layer_offsets(spec)
+    assert n_accumulators(kernel.summed) < MAX_REGISTERS
     assert [(layer.d, layer.h) for layer in kernel.layers] == list(zip(kernel.d, kernel.h, strict=True))
     for i, layer in enumerate(kernel.layers):
         assert_disjoint([layer.d, layer.h])
         assert max(layer.d.end, layer.h.end) <= kernel.pair_bytes(i) <= kernel.shared_bytes // kernel.stages
     assert_every_product_is_summed_once(kernel)
+    assert_every_product_is_summed_once(replace(kernel, layers=kernel.summed, summed=()))
 
 
 def check_staged(spec: ModelSpec, staged: StagedPlan, chip: Architecture, encoding_gradient: bool) -> None:
@@ -318,7 +325,7 @@ def test_the_text_of_a_plan_is_the_same_in_every_process() -> None:
 
 def test_plans_describe_themselves() -> None:
     inference, single, staged, phased = examples()
-    assert phased.describe() == f"phased, {phased.warps} warps x {phased.rows} samples, wgmma"
+    assert phased.describe() == f"phased, {phased.warps} warps x {phased.rows} samples, wgmma, dW of 3 layers at once"
     assert single.describe() == f"single, {single.warps} warps x {single.rows} samples, wgmma"
     streamed = next(p for p in inference_plans(make_spec(32, 64, 2, 3), architecture((9, 0))) if not p.weights.resident)
     assert streamed.describe().endswith(", weights streamed") and staged.propagate.describe().startswith("propagate")
