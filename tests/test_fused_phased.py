@@ -53,10 +53,11 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     check_phased(mlp(*shape), batch=150)
 
 
-def test_five_layers_behind_an_encoding() -> None:
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_five_layers_behind_an_encoding(at_once: bool) -> None:
     """As many images in turn as there are stages, and more."""
     spec = parse_model(2, 3, GRID, {"otype": "CutlassMLP", "hidden": [128] * 5})
-    check_phased(spec, batch=129)
+    check_phased(spec, at_once=at_once, batch=129)
 
 
 @pytest.mark.parametrize("batch", [1, 31, 257, 128 * 7])
@@ -103,7 +104,7 @@ def test_layers_summed_at_once(shape: tuple[int, ...]) -> None:
     assert not check_phased(mlp(*shape), at_once=True, batch=150).layers
 
 
-@pytest.mark.parametrize("n_hidden", [3, 4, 5])
+@pytest.mark.parametrize("n_hidden", [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 5))])
 def test_the_last_layers_summed_at_once(n_hidden: int) -> None:
     """Behind others that are saved; h of the first of them where x stood, or apart."""
     plan = check_phased(mlp(128, 16, *[128] * n_hidden), at_once=True, batch=140, gradient_tolerance=4e-3)
@@ -125,7 +126,7 @@ def test_ragged_batches_summed_at_once(batch: int) -> None:
 
 
 def test_chunks_of_which_some_layers_are_summed_at_once() -> None:
-    check_phased(mlp(128, 3, *[128] * 3), at_once=True, batch=128 * 4 + 31, chunk_rows=256, gradient_tolerance=4e-3)
+    check_phased(mlp(128, 3, *[128] * 3), at_once=True, batch=128 * 2 + 31, chunk_rows=128, gradient_tolerance=4e-3)
 
 
 @pytest.mark.parametrize("activation", ["Sigmoid", "LeakyReLU", "None"])
