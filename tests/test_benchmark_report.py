@@ -16,7 +16,7 @@ from numba_tcnn.specs import GridSpec
 
 ROOT = Path(__file__).parent.parent
 CASES = {case.name: case for case in load_cases()}
-RESULTS = ROOT / "benchmarks" / "results" / "h200-2026-11-30.jsonl"
+RESULTS = max((ROOT / "benchmarks" / "results").glob("h200-*.jsonl"))  # the latest
 DOCS = ROOT / "docs" / "performance.md"
 B = 1 << 18
 
