@@ -17,13 +17,15 @@ from .wgmma import WARPGROUP
 
 WARP = 32
 ADDRESS_BITS = 40  # each global array gets an address range of its own
+FIRST_BYTE = 0x7F00
+"""Where in its range an array starts: as aligned as a device's memory, and no more."""
 POISON = 0xFFFF  # float16 and float32 NaN
 READ, READ_AS_CONSTANT, WRITTEN = 0, 1, 2  # uses of global memory
 NOBODY, SEVERAL_WARPS = -1, -2  # in place of a thread; -3 - w stands for several lanes of warp w
 FIRST_GROUP = -100  # FIRST_GROUP - g stands for several warps of warpgroup g
 ANY_ADDER = -(2**31)  # threads that add, in any order
 SHARED_START = 2048 + 16
-"""Where a launch's dynamic shared memory starts: no more aligned than a device promises, and what is aligned within it
+"""Where a launch's shared memory starts: no more aligned than a device promises, and what is aligned within it
 has bits of its address set, as there."""
 
 
@@ -33,6 +35,11 @@ class RaceError(AssertionError):
 
 class MemoryFault(AssertionError):
     """An access outside the memory it belongs to, or misaligned."""
+
+
+def address_of(key: int) -> int:
+    """Of the first byte of the array with this number."""
+    return (key << ADDRESS_BITS) + FIRST_BYTE
 
 
 class GlobalMemory:
@@ -52,7 +59,7 @@ class GlobalMemory:
             raise ValueError("only C-contiguous arrays can be placed in the emulated memory")
         key = len(self._arrays) + 1
         self._arrays[key] = array
-        return key << ADDRESS_BITS
+        return address_of(key)
 
     def locate(
         self, addresses: np.ndarray, n_bytes: int, active: np.ndarray, use: int
@@ -68,7 +75,7 @@ class GlobalMemory:
         if used.size > 1 or int(used[0]) not in self._arrays:
             raise MemoryFault(f"addresses {[hex(int(a)) for a in addresses[active][:4]]} belong to no single array")
         view = self._arrays[int(used[0])].reshape(-1).view(np.uint8)
-        offsets = (addresses & np.uint64((1 << ADDRESS_BITS) - 1)).astype(np.int64)
+        offsets = (addresses & np.uint64((1 << ADDRESS_BITS) - 1)).astype(np.int64) - FIRST_BYTE
         offsets = np.where(active, offsets, 0)
         bad = active & ((offsets < 0) | (offsets + n_bytes > view.size) | (offsets % n_bytes != 0))
         if bad.any():

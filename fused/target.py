@@ -220,7 +220,7 @@ class EmulatorTarget:
         return lambda: np.uint32(self.block.shared.start)
 
     def static_shared_base(self, n_bytes: int) -> Callable:
-        return lambda: np.uint32(0)
+        return self.dynamic_shared_base()
 
 
 class OutlineTarget(EmulatorTarget):

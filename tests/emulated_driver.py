@@ -25,7 +25,7 @@ from emulation import emulator_target, run_kernel
 from numba_tcnn.fused import device_status, driver, programs
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.compiler import CompileError
-from numba_tcnn.fused.emulated_memory import ADDRESS_BITS, GlobalMemory
+from numba_tcnn.fused.emulated_memory import ADDRESS_BITS, FIRST_BYTE, GlobalMemory, address_of
 from numba_tcnn.fused.plan import architecture
 from numba_tcnn.fused.programs import OUTLINE
 from numba_tcnn.fused.stage_io import KernelBody
@@ -76,7 +76,7 @@ class DeviceMemory(GlobalMemory):
     def allocate(self, n_bytes: int) -> int:
         key = next(self.keys)
         self._arrays[key] = np.full(n_bytes, 0xFF, np.uint8)
-        return key << ADDRESS_BITS
+        return address_of(key)
 
     def free(self, address: int) -> bool:
         """Whether there was such memory."""
@@ -84,7 +84,7 @@ class DeviceMemory(GlobalMemory):
 
     def bytes_at(self, address: int, n_bytes: int) -> np.ndarray:
         array = self._arrays[address >> ADDRESS_BITS]
-        start = address & ((1 << ADDRESS_BITS) - 1)
+        start = (address & ((1 << ADDRESS_BITS) - 1)) - FIRST_BYTE
         if start + n_bytes > array.size:
             raise IndexError(f"{n_bytes} bytes from {start} on in {array.size} bytes of device memory")
         return array[start : start + n_bytes]

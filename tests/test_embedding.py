@@ -21,7 +21,7 @@ import numba_tcnn as tcnn
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import emulator
 from numba_tcnn.fused.embedding import EmbeddedPlan, make_evaluate
-from numba_tcnn.fused.emulated_memory import GlobalMemory, RaceError
+from numba_tcnn.fused.emulated_memory import SHARED_START, GlobalMemory, RaceError
 from numba_tcnn.fused.row_products import ColumnOrder
 from numba_tcnn.layout import n_network_params
 from numba_tcnn.reference import Model
@@ -54,7 +54,7 @@ class Evaluation:
     def __call__(self, *batches: np.ndarray) -> list[np.ndarray]:
         """The outputs of batches of one size, whole warps, by one block: a loop in the user's kernel."""
         n_threads = len(batches[0])
-        self.target.block = emulator.Block(self.memory, n_threads, self.plan.shared_bytes)
+        self.target.block = emulator.Block(self.memory, n_threads, self.plan.shared_bytes, shared_start=SHARED_START)
         self.memory.begin_launch()
         outputs = []
         with np.errstate(all="ignore"):

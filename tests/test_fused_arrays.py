@@ -23,7 +23,7 @@ from numba_tcnn.fused import (
     to_device,
 )
 from numba_tcnn.fused.driver import CudaError
-from numba_tcnn.fused.emulated_memory import ADDRESS_BITS, GlobalMemory
+from numba_tcnn.fused.emulated_memory import ADDRESS_BITS, FIRST_BYTE, GlobalMemory
 from numba_tcnn.fused.fragments import FragmentShape, make_load_matrix, make_store_matrix
 from numba_tcnn.fused.keepers import make_saved_keeper
 from numba_tcnn.fused.stage_io import IO, KernelBody
@@ -167,7 +167,7 @@ class FarMemory(GlobalMemory):
         return self.place(array)
 
     def locate(self, addresses, n_bytes, active, use):
-        whole = addresses & np.uint64((1 << ADDRESS_BITS) - 1)
+        whole = (addresses & np.uint64((1 << ADDRESS_BITS) - 1)).astype(np.int64) - FIRST_BYTE
         assert (whole[active] >= self.first_byte).all(), "below the stretch: an address has lost its upper bits"
         return super().locate(np.where(active, addresses - np.uint64(self.first_byte), addresses), n_bytes, active, use)
 
