@@ -28,7 +28,7 @@ from .losses import needs_luminance
 from .network_plans import encoding_gradient_plan, gradient_plans, inference_plans
 from .phased_kernel import make_phased_gradient_kernel
 from .phased_plan import PhasedPlan
-from .plan import Architecture, KernelPlan, PlanError, StagedPlan
+from .plan import MAX_REGISTERS, Architecture, KernelPlan, PlanError, StagedPlan
 from .planes import network_behind_planes
 from .stage_io import GradientOptions, InferenceOptions, KernelBody
 
@@ -54,6 +54,14 @@ class KernelSource:
     @property
     def plan_in_words(self) -> str:
         return self.plan.describe() if self.plan else "element-wise"
+
+    @property
+    def work_of_a_warp(self) -> str:
+        """Words that kernels of a job share whose warps do the same, however many there are; empty where what a warp
+        does depends on their number, as dW is divided among them."""
+        if not isinstance(self.plan, KernelPlan) or self.plan.layers:
+            return ""
+        return self.plan_in_words.replace(f"{self.plan.warps} warps", "warps")
 
 
 class Job(Protocol):
@@ -84,7 +92,7 @@ def choose(
     """(plan, its kernels) of a job's first candidate of which no kernel spills, and none has its wgmma serialised; if
     all do either, the first that is only serialised, then the one whose first kernel that spills does so least: slower
     than it could be, and still far from NumPy. `begin` is told of all kernels of the first candidate ahead."""
-    reasons, serialized, spilling = [], None, []
+    reasons, serialized, spilling, hopeless = [], None, [], set()
     for number, plan in enumerate(job.plans(chip)):
         kernels, problem = [], None
         sources = job.sources(plan)
@@ -92,6 +100,9 @@ def choose(
             for source in sources:
                 begin(source)
         for source in sources:
+            if source.work_of_a_warp in hopeless:
+                problem = f"{source.plan_in_words}: spills, as with other numbers of warps"
+                break
             try:
                 compiled = compile_source(source)
             except CompileError as error:
@@ -102,6 +113,8 @@ def choose(
                 problem = f"{source.plan_in_words}: {compiled.spill_bytes} bytes spilled"
                 if compiled.spill_bytes <= LAST_RESORT_SPILL_BYTES:
                     spilling.append((compiled.spill_bytes, number, plan))
+                if compiled.registers >= MAX_REGISTERS and source.work_of_a_warp:
+                    hopeless.add(source.work_of_a_warp)
                 break
         if problem is None and any(compiled.serialized for _, compiled in kernels):
             serialized = serialized or (plan, kernels)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,11 +33,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(line)
 
 
+@functools.cache
+def emulates(name: str) -> bool:
+    """Whether a module of tests has something of the emulator's, be it by way of another module of tests."""
+    imported = {getattr(value, "__module__", None) or "" for value in vars(sys.modules[name]).values()} - {name}
+    return bool(EMULATES & imported) or any(emulates(other) for other in imported if other.startswith("test_"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use the emulator; skip those marked `gpu` where there is no device, with its own reason."""
     for item in items:
-        imported = {getattr(value, "__module__", None) for value in vars(item.module).values()}
-        if EMULATES & imported or "gpu" in item.fixturenames:
+        if emulates(item.module.__name__) or "gpu" in item.fixturenames:
             item.add_marker("emulated")
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:

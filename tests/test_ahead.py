@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +13,12 @@ from numba_tcnn.fused.ahead import AheadOfCalls
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.compiler import CompileError
 from numba_tcnn.fused.jobs import KernelSource, choose
-from numba_tcnn.fused.plan import PlanError
+from numba_tcnn.fused.mlp import WeightGradient
+from numba_tcnn.fused.plan import KernelPlan, PlanError, architecture
 from numba_tcnn.fused.programs import Toolbox
+from numba_tcnn.fused.tiles import Tile
 
+DW = WeightGradient(Tile("d", 128, 16, 0), Tile("h", 128, 16, 0), 0, 1, 1, 8)
 SECONDS = 20  # to wait for a thread before something must be wrong
 
 
@@ -101,6 +104,34 @@ def test_further_candidates_compile_only_when_the_first_does_not_do(monkeypatch:
     plan, _ = choose(job, tools.chip, tools.compile)
     assert plan == ("fits",)
     assert made == ["spills", "fits"]
+
+
+@pytest.mark.parametrize(
+    ("registers", "layers", "expected"),
+    [
+        (255, (), ["8 warps of 16", "8 warps of 32"]),
+        (128, (), ["8 warps of 16", "4 warps of 16", "8 warps of 32"]),  # with fewer blocks there are more registers
+        (255, (DW,), ["8 warps of 16", "4 warps of 16", "8 warps of 32"]),  # what a warp sums depends on their number
+    ],
+)
+def test_more_or_fewer_warps_that_do_the_same_are_not_tried(registers: int, layers: tuple, expected: list[str]) -> None:
+    made = []
+
+    def planned(warps: int, rows: int) -> KernelSource:
+        plan = KernelPlan("propagate", warps, rows, 1, x=Tile("x", warps * rows, 16, 0), layers=layers)
+        return KernelSource.planned(lambda target: None, f"{warps} warps of {rows}", plan)
+
+    class Job(FakeJob):
+        def sources(self, plan: tuple[int, int]) -> list[KernelSource]:
+            return [planned(*plan)]
+
+    def compile_source(source: KernelSource) -> CompiledKernel:
+        made.append(source.description.split(" KernelPlan")[0])
+        spills = source.plan.rows == 16
+        return replace(kernel("any", spill_bytes=1000 if spills else 0), registers=registers)
+
+    plan, _ = choose(Job(((8, 16), (4, 16), (8, 32))), architecture((9, 0)), compile_source)
+    assert plan == (8, 32) and made == expected
 
 
 def test_a_job_without_plans_is_told_of_when_it_is_loaded() -> None:
