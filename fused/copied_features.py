@@ -113,18 +113,27 @@ def distance_of_tiles(plan: KernelPlan) -> int:
 
 
 def _make_copy(target: Target, spec: ModelSpec, plan: KernelPlan) -> Callable:
-    """copy(base, x, x_stride, batch, first_row): to this warp's rows of the x tile; past the batch, its last row."""
+    """copy(base, x, x_stride, batch, first_row): to this warp's rows of the x tile; past the batch, its last row, but
+    nothing of tiles that are past it altogether: all warps would read that row, one line of the L2, in the end."""
     if isinstance(spec.encoding, PlanesSpec):
-        return _make_copy_of_planes(target, spec.encoding, plan.x, plan.rows)
-    return _make_copy_of_rows(target, plan.x, plan.rows)
+        copy_rows = _make_copy_of_planes(spec.encoding, plan.x, plan.rows)
+    else:
+        copy_rows = _make_copy_of_rows(plan.x, plan.rows)
+
+    @target.intrinsic(["u32", "u64", "u32", "u32", "u32"], "void")
+    def copy(e, base, x, x_stride, batch, first_row):
+        first_of_tile = e.sub(first_row, e.mul(e.warp(), plan.rows))
+        with e.when(e.less(first_of_tile, batch)):
+            copy_rows(e, base, x, x_stride, batch, first_row)
+
+    return copy
 
 
-def _make_copy_of_rows(target: Target, tile: SwizzledTile, rows: int) -> Callable:
+def _make_copy_of_rows(tile: SwizzledTile, rows: int) -> Callable:
     """Lanes side by side copy chunks side by side, of a few rows a turn."""
     chunks = tile.stride // CHUNK  # of a panel's row, some of them maybe beyond the matrix
     rows_a_turn = 32 // chunks
 
-    @target.intrinsic(["u32", "u64", "u32", "u32", "u32"], "void")
     def copy(e, base, x, x_stride, batch, first_row):
         lane, last = e.lane(), e.sub(batch, 1)
         local_row, chunk = e.div(lane, chunks), e.mod(lane, chunks)
@@ -152,12 +161,11 @@ def _make_copy_of_rows(target: Target, tile: SwizzledTile, rows: int) -> Callabl
     return copy
 
 
-def _make_copy_of_planes(target: Target, planes: PlanesSpec, tile: SwizzledTile, rows: int) -> Callable:
+def _make_copy_of_planes(planes: PlanesSpec, tile: SwizzledTile, rows: int) -> Callable:
     """Lanes side by side copy a level's features of samples side by side, one or two levels a turn."""
     n_bytes, levels_a_turn = 2 * planes.n_features, 32 // rows
     levels_a_panel = tile.panel_columns // planes.n_features
 
-    @target.intrinsic(["u32", "u64", "u32", "u32", "u32"], "void")
     def copy(e, base, x, x_stride, batch, first_row):
         lane = e.lane()
         local_row, first_level = e.mod(lane, rows), e.div(lane, rows)

@@ -183,21 +183,15 @@ def _make_write_sums(target: Target, plan: PhasedPlan) -> Callable:
 def _make_sum_layers(target: Target, spec: ModelSpec, plan: PhasedPlan) -> Callable:
     """sum(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate): dW of all layers over these slots.
     Shared memory is the caller's to lose; behind it, all threads of the block are done with it."""
-    if not plan.layers:
 
-        def nothing(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate):
-            return
-
-        return target.device(nothing)
-
-    def chain(layer: int) -> Callable:
-        sum_this = _make_sum_layer(target, spec, plan, layer)
-        if layer == len(plan.layers) - 1:
-            return sum_this
-        rest = chain(layer + 1)
+    def chain(first: int) -> Callable:
+        if first == len(plan.layers):
+            return target.device(lambda base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate: None)
+        n_alike = _layers_alike(spec, len(plan.layers), first)
+        sum_these, rest = _make_sum_alike(target, spec, plan, first, n_alike), chain(first + n_alike)
 
         def sum_and_go_on(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate):
-            sum_this(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate)
+            sum_these(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate)
             rest(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate)
 
         return target.device(sum_and_go_on)
@@ -205,8 +199,41 @@ def _make_sum_layers(target: Target, spec: ModelSpec, plan: PhasedPlan) -> Calla
     return chain(0)
 
 
+def _layers_alike(spec: ModelSpec, n_saved: int, first: int) -> int:
+    """How many saved layers from `first` on have one shape, as wide as high: their images, and their parameters, are
+    as far apart as those of the first two."""
+    shapes = spec.layer_shapes[first:n_saved]
+    if shapes[0][0] != shapes[0][1]:
+        return 1
+    return next((i for i, shape in enumerate(shapes) if shape != shapes[0]), len(shapes))
+
+
+def _make_sum_alike(target: Target, spec: ModelSpec, plan: PhasedPlan, first: int, n_layers: int) -> Callable:
+    """The same for layers that are alike: one piece of code, gone through once a layer."""
+    sum_layer, u32 = _make_sum_layer(target, spec, plan, first), target.u32
+    image_bytes, (fan_out, fan_in) = plan.d[first].n_bytes, spec.layer_shapes[first]
+
+    @target.intrinsic(["u64", "u32"], "u64")
+    def images_of(e, saved, layer):
+        return e.address(saved, layer, image_bytes)
+
+    @target.intrinsic(["u64", "u32"], "u64")
+    def sums_of(e, partial_sums, layer):
+        return e.address(partial_sums, layer, 4 * fan_out * fan_in)
+
+    def sum_alike(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate):
+        layer = u32(0)
+        while layer < u32(n_layers):
+            saved, sums = images_of(io[SAVED], layer), sums_of(partial_sums, layer)
+            sum_layer(base, io, saved, first_slot, last_slot, sums, row_bytes, accumulate)
+            layer = u32(layer + u32(1))
+
+    return target.device(sum_alike)
+
+
 def _make_sum_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int) -> Callable:
-    """The same for one layer."""
+    """sum(base, io, saved, first_slot, last_slot, partial_sums, row_bytes, accumulate): one layer's, from the last slot
+    to the first: what was saved last is still in the L2."""
     h_images, d_images, slot_bytes = slot_images(spec, len(plan.layers))
     copy_h = make_copy_image(target, plan.h[layer], h_images[layer], slot_bytes, plan.threads)
     copy_d = make_copy_image(target, plan.d[layer], d_images[layer], slot_bytes, plan.threads)
@@ -228,10 +255,11 @@ def _make_sum_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: in
         e.fence_async()
         e.barrier()
 
-    def copy(base, io, stage, slot, last_slot):
+    def copy(base, saved, stage, slot, first_slot, last_slot):
         if slot < last_slot:
-            copy_h(u32(base + stage), io[SAVED], slot)
-            copy_d(u32(base + stage), io[SAVED], slot)
+            mirrored = u32(u32(u32(first_slot + last_slot) - u32(1)) - slot)
+            copy_h(u32(base + stage), saved, mirrored)
+            copy_d(u32(base + stage), saved, mirrored)
         commit()
 
     def next_stage(stage):
@@ -240,15 +268,15 @@ def _make_sum_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: in
 
     copy, next_stage = target.device(copy), target.device(next_stage)
 
-    def sum_layer(base, io, first_slot, last_slot, partial_sums, row_bytes, accumulate):
+    def sum_layer(base, io, saved, first_slot, last_slot, partial_sums, row_bytes, accumulate):
         coming, free = first_slot, u32(0)
         while coming < u32(first_slot + u32(n_ahead)):
-            copy(base, io, free, coming, last_slot)
+            copy(base, saved, free, coming, first_slot, last_slot)
             coming, free = u32(coming + u32(1)), next_stage(free)
         accumulators, slot, stage = zeros(), first_slot, u32(0)
         while slot < last_slot:
             arrived()
-            copy(base, io, free, coming, last_slot)
+            copy(base, saved, free, coming, first_slot, last_slot)
             coming, free = u32(coming + u32(1)), next_stage(free)
             accumulators = add_products(u32(base + stage), accumulators)
             slot, stage = u32(slot + u32(1)), next_stage(stage)

@@ -19,7 +19,7 @@ SIZES = {"float32": 4, "float16": 2}
 
 def make_prefetch(target: Target, spec: ModelSpec, plan: KernelPlan, options: GradientOptions) -> Callable:
     """prefetch(io, first_row): this warp's rows of y, and of x unless that is copied ahead, from `first_row` of the
-    batch on; past the batch, its last row."""
+    batch on; past the batch, its last row, but nothing of tiles that are past it altogether."""
     is_planes = isinstance(spec.encoding, PlanesSpec)
     x_bytes = spec.n_input_dims * SIZES[options.input_dtype]
     y_bytes = spec.n_output_dims * SIZES[options.target_dtype]
@@ -42,12 +42,13 @@ def make_prefetch(target: Target, spec: ModelSpec, plan: KernelPlan, options: Gr
 
     @target.intrinsic(["u64", "u32", "u64", "u32", "u32", "u32"], "void")
     def prefetch_tile(e, x, x_stride, y, y_stride, batch, first_row):
-        if not plan.copied_ahead:
-            if is_planes:
-                prefetch_planes(e, x, x_stride, first_row, batch)
-            else:
-                prefetch_rows(e, x, x_stride, first_row, batch, x_bytes)
-        prefetch_rows(e, y, y_stride, first_row, batch, y_bytes)
+        with e.when(e.less(e.sub(first_row, e.mul(e.warp(), rows)), batch)):
+            if not plan.copied_ahead:
+                if is_planes:
+                    prefetch_planes(e, x, x_stride, first_row, batch)
+                else:
+                    prefetch_rows(e, x, x_stride, first_row, batch, x_bytes)
+            prefetch_rows(e, y, y_stride, first_row, batch, y_bytes)
 
     def prefetch(io, first_row):
         prefetch_tile(io[X], io[X_STRIDE], io[Y], io[Y_STRIDE], io[BATCH], first_row)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from .command_line import ArgumentParser, CommandError, whole_number
+from .command_line import ArgumentParser, CommandError, path_of, whole_number
 from .config_encodings import MAX_WIDTH
 from .config_keys import ConfigError, did_you_mean
 from .engine_selection import DTYPES, ENGINES, JitFusionWarning
@@ -106,9 +106,18 @@ def image_command(arguments: list[str]) -> int:
         epilog=IMAGE_EPILOG,
     )
     add = parser.add_argument
-    add("photo", nargs="?", type=Path, metavar="PHOTO", help="picture file or .npy array; default: a portrait")
     add(
-        "--config", type=Path, metavar="FILE", help="model as tiny-cuda-nn's JSON; default: a hash grid of 2^15 entries"
+        "photo",
+        nargs="?",
+        type=path_of("a picture"),
+        metavar="PHOTO",
+        help="picture file or .npy array; default: a portrait",
+    )
+    add(
+        "--config",
+        type=path_of("a JSON file"),
+        metavar="FILE",
+        help="model as tiny-cuda-nn's JSON; default: a hash grid of 2^15 entries",
     )
     add("--steps", type=whole_number(1, 10**9), default=1000, metavar="N", help="training steps (1000)")
     add(
@@ -119,7 +128,13 @@ def image_command(arguments: list[str]) -> int:
     )
     add("--engine", choices=ENGINES, default="auto", help="auto takes fused where a GPU is usable (auto)")
     add("--seed", type=whole_number(0, 2**32 - 1), default=1337, metavar="N", help="of parameters and samples (1337)")
-    add("--out", type=Path, default=Path("numba-tcnn-image"), metavar="DIR", help="folder to write (numba-tcnn-image)")
+    add(
+        "--out",
+        type=path_of("a folder"),
+        default=Path("numba-tcnn-image"),
+        metavar="DIR",
+        help="folder to write (numba-tcnn-image)",
+    )
     add("--compare", action="store_true", help="also draw the error between the two engines")
     options = parser.parse(arguments)
 
@@ -136,7 +151,7 @@ def compile_command(arguments: list[str]) -> int:
         epilog=COMPILE_EPILOG,
     )
     add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="model as tiny-cuda-nn's JSON")
+    add("config", type=path_of("a JSON file"), metavar="CONFIG", help="model as tiny-cuda-nn's JSON")
     add("--inputs", type=whole_number(1, MAX_WIDTH), required=True, metavar="N", help="input dimensions")
     add("--outputs", type=whole_number(1, MAX_WIDTH), required=True, metavar="M", help="output dimensions")
     add("--arch", type=architecture_name, action="append", metavar="ARCH", help="architecture, can be repeated (sm_90)")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from .config_keys import did_you_mean
+from .config import load_config
+from .config_keys import ConfigError, did_you_mean
 
 
 class CommandError(ValueError):
@@ -31,6 +33,27 @@ class ArgumentParser(argparse.ArgumentParser):
             hint = did_you_mean(name, options) if kind == "option" else ""
             raise CommandError(f"unknown {kind} {name}{hint or f'; {self.prog} --help lists what there is'}")
         return parsed
+
+
+def path_of(what: str) -> Callable[[str], Path]:
+    """An option's type: a path. An empty text, which `Path` takes for the current folder, is refused."""
+
+    def convert(text: str) -> Path:
+        if not text:
+            raise argparse.ArgumentTypeError(f"'' is no path; give the path of {what}")
+        return Path(text)
+
+    return convert
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config in a file. Raises ConfigError, with what to do where it is the path that is wrong."""
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError | UnicodeError):
+            raise ConfigError(f"{error}; give the path of a JSON file") from error
+        raise
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

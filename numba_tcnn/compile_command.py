@@ -6,6 +6,7 @@ Everything that can be wrong with the arguments, the config and the machine is f
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .command_line import CommandError
-from .config import config_parts, load_config, parse_loss, parse_model, parse_optimizer
+from .command_line import CommandError, read_config
+from .config import config_parts, parse_loss, parse_model, parse_optimizer
 from .config_losses import check_loss
 from .engines import EngineUnavailable
 from .fused import cache, compiler, offline, refusals
@@ -37,6 +38,9 @@ COLUMNS = (
 """Heading and field of `KernelRecord` of each column."""
 
 TEXT_COLUMNS = ("arch", "kernel", "plan", "call")
+
+LIBRARY_NOT_FOUND = re.compile(r'Failure finding "([^"]*)":.*', re.DOTALL)
+"""What cuda-pathfinder says of a missing library: its name again for every place where it looked."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def run(job: CompileJob) -> None:
 
 def kernels_of_config(job: CompileJob) -> list[offline.Job]:
     """The jobs of a configuration. Raises CommandError for what has no fused kernels, and names it."""
-    parts = config_parts(load_config(job.config))
+    parts = config_parts(read_config(job.config))
     spec = parse_model(job.inputs, job.outputs, parts.encoding, parts.network)
     loss = parse_loss(parts.loss)
     check_loss(loss, spec.n_output_dims)
@@ -98,6 +102,7 @@ def check_machine(archs: tuple[str, ...]) -> None:
     """Raises CommandError with advice where the compilers are missing or the cache can't be written."""
     problem = compiler.toolchain_problem([offline.CAPABILITIES[arch] for arch in archs])
     if problem:
+        problem = LIBRARY_NOT_FOUND.sub(r"\1 was not found", problem)
         raise CommandError(
             f"{problem}; pip install 'numba-tcnn[cuda13]', or 'numba-tcnn[cuda12]' for a driver older than 580, "
             "brings the compilers, which need no GPU"

@@ -39,9 +39,9 @@ def run(device: int = 0) -> int:
     print_versions()
     status = importlib.import_module("numba_tcnn.fused").device_status(device)
     print_device(status, device)
-    print_cache()
+    cache_problem = print_cache()
     reference_works, self_test_problem = self_test(device)
-    print_advice(status, self_test_problem)
+    print_advice(status, self_test_problem, cache_problem)
     return 0 if reference_works else 1
 
 
@@ -81,10 +81,23 @@ def dotted(version: tuple[int, ...] | None) -> str:
     return ".".join(map(str, version or ()))
 
 
-def print_cache() -> None:
+def print_cache() -> str | None:
+    """Prints where kernels are kept. Returns what to do where they can't be, or None."""
     fused = importlib.import_module("numba_tcnn.fused")
     folder = fused.cache_directory()
-    print(f"kernel cache: {'off' if folder is None else f'{folder}, {fused.cache_size() / 1e6:.1f} MB'}")
+    if folder is None:
+        print("kernel cache: off")
+        return None
+    try:
+        importlib.import_module("numba_tcnn.fused.cache").check_writable()
+    except OSError as error:
+        print(f"kernel cache: {folder}, can't be written: {error.strerror}")
+        return (
+            f"kernels can't be kept in {folder}, so each process compiles them again; name a folder that can be "
+            "written in NUMBA_TCNN_CACHE_DIR"
+        )
+    print(f"kernel cache: {folder}, {fused.cache_size() / 1e6:.1f} MB")
+    return None
 
 
 def self_test(device: int) -> tuple[bool, str | None]:
@@ -121,7 +134,7 @@ def self_test(device: int) -> tuple[bool, str | None]:
     )
 
 
-def print_advice(status: Any, self_test_problem: str | None) -> None:
+def print_advice(status: Any, self_test_problem: str | None, cache_problem: str | None) -> None:
     advice = [self_test_problem] if self_test_problem else []
     if not status.usable:
         if status.no_device:
@@ -139,6 +152,8 @@ def print_advice(status: Any, self_test_problem: str | None) -> None:
             f"fused kernels need {', '.join(missing)}: pip install 'numba-tcnn[cuda13]' (driver 580 or newer), "
             "or 'numba-tcnn[cuda12]' for an older driver"
         )
+    if cache_problem:
+        advice.append(cache_problem)
     for line in advice:
         print(f"advice: {line}")
     if not advice:

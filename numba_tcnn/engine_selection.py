@@ -141,7 +141,7 @@ class SelectedEngine:
             try:
                 self._move(self._fused, "jit_fusion was set to True")
             except EngineUnavailable as error:
-                if self.options.strictly_fused:
+                if self.options.strictly_fused or self.options.strict:
                     raise
                 warn_of_fallback(error)
                 self.reason = str(error)

@@ -64,7 +64,9 @@ def fit(
         raise ValueError(f"y has {targets.shape[0]} rows, x has {n}")
     if n == 0:
         raise ValueError("x has no rows to train on")
-    steps = positive_integer(steps, "steps", allow_zero=True)
+    steps, seed = positive_integer(steps, "steps", allow_zero=True), positive_integer(seed, "seed", allow_zero=True)
+    if callback is not None and not callable(callback):
+        raise ValueError(f"callback: {callback!r} is no function of (step, loss)")
     default = min(n, DEFAULT_BATCH_SIZE[network.engine.runtime.name])
     batch_size = default if batch_size is None else positive_integer(batch_size, "batch_size")
 

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from .array_kinds import device_array
-from .command_line import CommandError
-from .config import config_parts, load_config, parse_loss, parse_model, parse_optimizer
+from .command_line import CommandError, read_config
+from .config import config_parts, parse_loss, parse_model, parse_optimizer
+from .config_keys import ConfigError
 from .fit import DEFAULT_BATCH_SIZE
-from .image_report import write_report
+from .image_report import output_names, write_report
 from .model import Model, create_from_config
 from .photo import N_CHANNELS, bilinear, default_photo, load_photo, pixel_centres, psnr
 
@@ -67,12 +68,17 @@ class Training:
 
 
 def run(job: ImageJob) -> str:
-    """Do the job and return its last line. Raises CommandError or ConfigError before anything is compiled."""
+    """Do the job and return its last line.
+
+    Raises CommandError or ConfigError, before anything is compiled unless training diverges: then before a file is
+    written.
+    """
     path = job.photo if job.photo is not None else default_photo()
-    config = load_config(job.config if job.config is not None else DEFAULT_CONFIG)
+    config = read_config(job.config if job.config is not None else DEFAULT_CONFIG)
     check_config(config)
     photo = load_photo(path)
     make_folder(job.out)
+    check_names(job.out, output_names(compare=job.compare))
     started = time.perf_counter()
     model = create_from_config(2, N_CHANNELS, config, engine=job.engine, seed=job.seed)
     explanation = model.explain()
@@ -102,6 +108,10 @@ def run(job: ImageJob) -> str:
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a config that can't become a model of a picture, at no cost."""
     parts = config_parts(config)
+    if parts.network is None:
+        width = parse_model(2, None, parts.encoding, None).n_output_dims
+        if width != N_CHANNELS:
+            raise ConfigError(f"network: null leaves an encoding of width {width}; the image command needs a network")
     parse_model(2, N_CHANNELS, parts.encoding, parts.network)
     parse_loss(parts.loss)
     parse_optimizer(parts.optimizer)
@@ -111,12 +121,23 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"--out {folder} can't be made a folder: {error.strerror}") from error
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise CommandError(f"--out {folder} can't be made a folder: {reason}; choose another") from error
     try:
         with tempfile.TemporaryFile(dir=folder):  # what permissions alone don't tell: a full or strange file system
             pass
     except OSError as error:
         raise CommandError(f"--out {folder} can't be written to: {error.strerror}; choose another") from error
+
+
+def check_names(folder: Path, names: list[str]) -> None:
+    for path in (folder / name for name in names):
+        if path.is_dir() and not path.is_symlink():  # a link is replaced, whatever it leads to
+            raise CommandError(f"{path} is a folder, but a file of that name is to be written; choose another --out")
+
+
+def diverged(sign: str) -> CommandError:
+    return CommandError(f"training diverged, {sign}; lower the optimizer's learning_rate")
 
 
 class BatchSource:
@@ -151,7 +172,8 @@ class BatchSource:
 def train(model: Model, photo: np.ndarray, *, steps: int, batch: int, seed: int) -> Training:
     """Train in stretches of about SECONDS_BETWEEN_READINGS, whose end reads the loss and so waits for the GPU.
 
-    Only the stretches are timed; drawing batches, probing the PSNR and drawing the progress bar are not.
+    Only the stretches are timed; drawing batches, probing the PSNR and drawing the progress bar are not. Raises
+    CommandError where the loss at the end of a stretch is not finite.
     """
     from tqdm import tqdm
 
@@ -173,6 +195,9 @@ def train(model: Model, photo: np.ndarray, *, steps: int, batch: int, seed: int)
                 training.seconds += seconds
                 stretch = max(1, int(SECONDS_BETWEEN_READINGS * len(losses) / seconds))
             training.losses += [float(loss) for loss in losses]
+            if not np.isfinite(training.losses[-1]):
+                step = int(np.argmin(np.isfinite(training.losses))) + 1
+                raise diverged(f"the loss of step {step} is {training.losses[step - 1]}")
             rate = batch * len(losses) / seconds
             quality = probe.psnr(model, last=len(training.losses) == steps)
             bar.set_postfix_str(f"loss {losses[-1]:.3g}, {quality:.1f} dB, {rate:.2g} samples/s", refresh=False)
@@ -203,12 +228,17 @@ class Probe:
 
 
 def learned_picture(model: Model, shape: tuple[int, int, int]) -> np.ndarray:
-    """The network's colours at all pixel centres, float32 [height, width, 3], clipped to [0, 1]."""
+    """The network's colours at all pixel centres, float32 [height, width, 3], clipped to [0, 1].
+
+    Raises CommandError where one is not finite, as after a last step that was too long.
+    """
     height, width, _ = shape
     learned = np.empty(shape, np.float32)
     rows_at_once = max(1, PREDICTED_ROWS // width)
     for first in range(0, height, rows_at_once):
         rows = slice(first, min(first + rows_at_once, height))
         colours = model.network.inference(pixel_centres(height, width, rows))
+        if not np.isfinite(colours).all():
+            raise diverged("the learned colours are not finite")
         learned[rows] = np.clip(colours, 0, 1).reshape(learned[rows].shape)
     return learned

@@ -25,6 +25,11 @@ COMPARED_SAMPLES = 1 << 12
 PANEL_HEIGHT = 4.0  # inches
 
 
+def output_names(*, compare: bool) -> list[str]:
+    """The files that `write_report` writes, in its order."""
+    return ["learned.png", "comparison.png", "loss.png", *(["engine_error.png"] if compare else []), "record.json"]
+
+
 def write_report(
     folder: Path,
     model: Model,
@@ -62,10 +67,10 @@ def write_report(
         comparison = compare_engines(model, points, bilinear(photo, points))
         record["engine_errors"] = {"title": comparison.title, **comparison.errors}
         writers["engine_error.png"] = lambda path: save_figure(path, draw(comparison))
-    record["files"] = [*writers, "record.json"]
+    record["files"] = output_names(compare=compare)
     writers["record.json"] = lambda path: path.write_text(json.dumps(json_safe(record), indent=1) + "\n")
-    for name, write in writers.items():
-        write_and_rename(folder / name, write)
+    for name in record["files"]:
+        write_and_rename(folder / name, writers[name])
     return record
 
 

@@ -285,8 +285,12 @@ class Module(NotPickled):
         inputs = self._inputs(x)
         shape = (inputs.shape[0], self.n_output_dims)
         if out is None:
-            if np.dtype(dtype) not in self._exact_dtypes:
-                raise ValueError(f"dtype: {np.dtype(dtype)} is not {self._exact_dtype_names}")
+            try:
+                known = np.dtype(dtype) in self._exact_dtypes
+            except TypeError:  # no dtype at all
+                known = False
+            if not known:
+                raise ValueError(f"dtype: {dtype} is not {self._exact_dtype_names}")
             output = self.engine.empty_like(inputs, shape, dtype)
         else:
             output = self._output(out, shape)

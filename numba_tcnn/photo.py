@@ -6,6 +6,8 @@ are those of the picture as it is shown. Grey becomes three equal channels, tran
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ def default_photo() -> Path:
 
 def load_photo(path: Path) -> np.ndarray:
     """The photo at `path`, float32 [height, width, 3]. Raises CommandError with one line on what is wrong with it."""
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises for some names
         raise CommandError(f"no photo at {path}; give the path of a picture, or none for the portrait that is built in")
     if path.is_dir():
         raise CommandError(f"{path} is a folder; give the path of one picture in it")
@@ -53,12 +55,18 @@ def _read_picture(path: Path) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as image:
+        with (
+            warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
+            Image.open(path) as image,
+        ):
             image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I") or image.mode == "F":
                 return np.asarray(image)
             transparent = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
             return np.asarray(image.convert("RGBA" if transparent else "RGB"))
+    except Image.DecompressionBombError as error:
+        most = 2 * Image.MAX_IMAGE_PIXELS  # Pillow warns from half of that on
+        raise CommandError(f"{path} is too large, a photo may have {most:,} pixels; scale it down") from error
     except Exception as error:  # every file format of Pillow has errors of its own for a damaged file
         raise CommandError(f"{path} can't be read as a picture: {_one_line(error)}") from error
 

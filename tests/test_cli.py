@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from PIL import Image
 
 import numba_tcnn
 import numba_tcnn.fused
-from numba_tcnn import cli, image
+from numba_tcnn import cli, compile_command, image
 from numba_tcnn.photo import bilinear
+from numba_tcnn.trainer import LossValue
 
 SMALL_CONFIG = {
     "loss": {"otype": "L2"},
@@ -86,7 +88,16 @@ def one_line(capsys: pytest.CaptureFixture) -> str:
         (["image", "--batch", "0"], "--batch: '0' is not a whole number"),
         (["image", "--seed", "x"], "numba-tcnn image: --seed: 'x' is not a whole number from 0 to 4294967295"),
         (["image", "--engine", "gpu"], "numba-tcnn image: --engine: invalid choice: 'gpu'"),
-        (["image", "--config", "missing.json"], "can't be read: No such file or directory"),
+        (["image", "--config", "missing.json"], "No such file or directory; give the path of a JSON file"),
+        (["image", "--config", "."], 'numba-tcnn image: config ".": can\'t be read: '),
+        (["image", "--config", ""], "numba-tcnn image: --config: '' is no path; give the path of a JSON file"),
+        (["image", "--out", ""], "numba-tcnn image: --out: '' is no path; give the path of a folder"),
+        (["image", ""], "numba-tcnn image: PHOTO: '' is no path; give the path of a picture"),
+        (["compile", ""], "numba-tcnn compile: CONFIG: '' is no path; give the path of a JSON file"),
+        (
+            ["compile", "missing.json", "--inputs", "2", "--outputs", "3"],
+            "No such file or directory; give the path of a JSON file",
+        ),
         (["image", "missing.png"], "numba-tcnn image: no photo at missing.png; give the path of a picture"),
         (["image", "."], "numba-tcnn image: . is a folder; give the path of one picture in it"),
         (["doctor", "--device", "-3"], "numba-tcnn doctor: --device: '-3' is not a whole number from 0 to 1023"),
@@ -109,6 +120,7 @@ def test_a_wrong_command_line_is_one_line(arguments, message, capsys, nothing_is
         ({"optimiser": {}}, "optimiser: unknown key, did you mean optimizer?"),
         ({"loss": {"otype": "L3"}}, 'loss.otype: "L3" is not a loss'),
         ({"optimizer": {"otype": "Adam", "learning_rate": -1}}, "optimizer.learning_rate: -1 is not a number from 0"),
+        ({"network": None}, "network: null leaves an encoding of width 8; the image command needs a network"),
     ],
 )
 def test_a_wrong_config_is_one_line(change, message, tmp_path, capsys, nothing_is_made):
@@ -182,7 +194,16 @@ def test_an_archive_of_several_arrays_is_one_line(tmp_path, capsys, nothing_is_m
 
 def test_an_output_folder_that_is_a_file_is_one_line(photo, capsys, nothing_is_made):
     assert cli.main(["image", str(photo), "--out", str(photo)]) == 2
-    assert one_line(capsys).startswith(f"numba-tcnn image: --out {photo} can't be made a folder")
+    assert one_line(capsys) == f"numba-tcnn image: --out {photo} can't be made a folder: it is a file; choose another"
+
+
+@pytest.mark.parametrize("name", ["learned.png", "comparison.png", "loss.png", "engine_error.png", "record.json"])
+def test_a_folder_under_the_name_of_an_output_is_one_line(name, photo, tmp_path, capsys, nothing_is_made):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert cli.main(["image", str(photo), "--out", str(tmp_path / "out"), "--compare"]) == 2
+    line = one_line(capsys)
+    assert line.startswith(f"numba-tcnn image: {tmp_path / 'out' / name} is a folder, but a file of that name")
+    assert line.endswith("choose another --out")
 
 
 def test_an_output_folder_that_takes_no_files_is_one_line(photo, tmp_path, capsys, nothing_is_made, monkeypatch):
@@ -194,6 +215,38 @@ def test_an_output_folder_that_takes_no_files_is_one_line(photo, tmp_path, capsy
     monkeypatch.setattr(image.tempfile, "TemporaryFile", no_space)
     assert cli.main(["image", str(photo), "--out", str(tmp_path / "out")]) == 2
     assert one_line(capsys).endswith("can't be written to: No space left on device; choose another")
+
+
+def test_a_missing_library_is_named_once(config, capsys, monkeypatch):
+    """cuda-pathfinder's own words, on several lines."""
+    name = "libnvrtc.so.13 or libnvrtc.so.12"
+    words = f'Failure finding "{name}": No such file: {name}, No such file: {name}\n'
+    problem = f"numba-cuda and NVVM can't be used: {words}"
+    monkeypatch.setattr(compile_command.compiler, "toolchain_problem", lambda capabilities: problem)
+    assert cli.main(["compile", str(config), "--inputs", "2", "--outputs", "3"]) == 2
+    line = one_line(capsys)
+    assert line.startswith(f"numba-tcnn compile: numba-cuda and NVVM can't be used: {name} was not found; pip install")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("steps", [1, 300])
+def test_training_that_diverges_is_one_line(steps, photo, tmp_path, capsys):
+    """Also where no loss tells of it: that of one step is the loss before the step."""
+    path, out = tmp_path / "config.json", tmp_path / "out"
+    network = SMALL_CONFIG["network"] | {"n_hidden_layers": 8}
+    optimizer = {"otype": "Adam", "learning_rate": 1e6}
+    path.write_text(json.dumps(SMALL_CONFIG | {"network": network, "optimizer": optimizer}))
+    arguments = ["image", str(photo), "--config", str(path), "--engine", "reference", "--steps", str(steps)]
+    assert cli.main([*arguments, "--batch", "64", "--out", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1  # what was begun
+    assert "warning" not in captured.err
+    sign = "the learned colours are not finite" if steps == 1 else r"the loss of step \d+ is (nan|inf)"
+    assert re.fullmatch(
+        f"numba-tcnn image: training diverged, {sign}; lower the optimizer's learning_rate",
+        captured.err.splitlines()[-1],
+    )
+    assert not any(out.iterdir())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
@@ -296,6 +349,71 @@ def test_the_same_seed_learns_the_same_picture(photo, config, tmp_path):
         assert cli.main([*arguments, "--batch", "64", "--seed", str(seed), "--out", str(tmp_path / name)]) == 0
         pictures.append((tmp_path / name / "learned.png").read_bytes())
     assert pictures[0] == pictures[1] != pictures[2]
+
+
+def test_the_seed_is_that_of_the_parameters_too(photo, config, tmp_path, monkeypatch):
+    made = []
+
+    def recorded(*args, **kwargs):
+        model = numba_tcnn.create_from_config(*args, **kwargs)
+        made.append(model.params)
+        return model
+
+    monkeypatch.setattr(image, "create_from_config", recorded)
+    for seed in (7, 8):
+        arguments = ["image", str(photo), "--config", str(config), "--engine", "reference", "--steps", "1"]
+        assert cli.main([*arguments, "--batch", "64", "--seed", str(seed), "--out", str(tmp_path / "out")]) == 0
+        expected = numba_tcnn.create_from_config(2, 3, SMALL_CONFIG, engine="reference", seed=seed).params
+        np.testing.assert_array_equal(made[-1], expected)
+    assert not np.array_equal(*made)
+
+
+class SlowDevice:
+    """A model whose steps run one behind the other, `step` seconds each, while the host goes on after `launch`."""
+
+    jit_fusion = False
+    step = 2.0**-7
+    launch = 2.0**-16
+
+    def __init__(self):
+        self.now = self.idle_from = 0.0
+        self.trainer = self.network = self
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def training_step(self, x, y) -> LossValue:
+        self.now += self.launch
+        self.idle_from = done = max(self.now, self.idle_from) + self.step
+
+        def wait() -> float:
+            self.now = max(self.now, done)
+            return 0.5
+
+        return LossValue(SimpleNamespace(value=wait))
+
+    def inference(self, x):
+        return np.zeros((len(x), 3), np.float32)
+
+
+def test_the_clock_is_read_when_the_device_is_done_and_seldom(rng, monkeypatch):
+    """Stretches get as long as the time between readings; what a step takes is the device's time, not the host's."""
+    device = SlowDevice()
+    monkeypatch.setattr(image, "time", device)
+    stretches = []
+    take = image.BatchSource.take
+
+    def recorded(self, n, **kwargs):
+        stretches.append(n)
+        return take(self, n, **kwargs)
+
+    monkeypatch.setattr(image.BatchSource, "take", recorded)
+    training = image.train(device, rng.random((8, 9, 3), np.float32), steps=70, batch=4, seed=0)
+    assert stretches == [1, 1, 25, 25, 18]  # 0.2 s are 25.6 steps
+    assert len(training.losses) == 70
+    # one launch a stretch is not hidden behind the device's work: 1/512 of a step
+    assert training.ms_per_step == pytest.approx(1000 * device.step, rel=1e-3)
+    assert training.first_step_seconds == device.step + device.launch
 
 
 def test_a_kernel_that_fails_is_one_warning_and_the_job_goes_on(photo, config, tmp_path, capsys, monkeypatch):

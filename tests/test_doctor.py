@@ -27,6 +27,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(numba_tcnn.fused, "device_status", lambda device: status)
     monkeypatch.setattr(numba_tcnn.fused, "cache_directory", lambda: "/home/someone/.cache/numba-tcnn")
     monkeypatch.setattr(numba_tcnn.fused, "cache_size", lambda: 2_500_000)
+    monkeypatch.setattr(numba_tcnn.fused.cache, "check_writable", lambda: None)
     return status
 
 
@@ -103,6 +104,30 @@ def test_kernels_that_compute_something_else_are_reported(machine, capsys, monke
     lines = report(capsys)
     assert any(line.startswith("  outputs") and line.endswith("more than 0.005") for line in lines)
     assert any(line.startswith("advice: ") and "differ too much between the engines" in line for line in lines)
+
+
+def test_a_cache_that_cannot_be_written_gets_advice(machine, capsys, monkeypatch):
+    def refuse():
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(numba_tcnn.fused.cache, "check_writable", refuse)
+    monkeypatch.setattr(numba_tcnn.fused, "cache_size", refuse)  # a folder that is closed can't be counted either
+    assert cli.main(["doctor"]) == 0
+    lines = report(capsys)
+    assert "kernel cache: /home/someone/.cache/numba-tcnn, can't be written: Permission denied" in lines
+    assert lines[-1].startswith("advice: kernels can't be kept in /home/someone/.cache/numba-tcnn, so each process")
+    assert lines[-1].endswith("name a folder that can be written in NUMBA_TCNN_CACHE_DIR")
+
+
+def test_the_cache_folder_is_tried(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    for name, advised in (("file", True), ("kernels", False), ("", False)):
+        monkeypatch.setenv("NUMBA_TCNN_CACHE_DIR", name and str(tmp_path / name))
+        assert (doctor.print_cache() is not None) == advised
+    refused, made, off = report(capsys)
+    assert refused.startswith(f"kernel cache: {tmp_path / 'file'}, can't be written: ")
+    assert made == f"kernel cache: {tmp_path / 'kernels'}, 0.0 MB"
+    assert off == "kernel cache: off"
 
 
 def test_a_broken_reference_is_exit_code_1(machine, capsys, monkeypatch):

@@ -171,6 +171,14 @@ def test_jit_fusion_can_be_switched_off_and_on_in_mid_training(fused, data):
     assert model.explain().reason == "jit_fusion was set to False"
 
 
+def test_asking_a_strict_model_for_fusion_raises(fused):
+    model = make(engine="reference", strict=True)
+    fused.fails_at = "create_runtime"
+    with pytest.raises(tcnn.EngineUnavailable, match="ptxas said no"):
+        model.jit_fusion = True
+    assert not model.jit_fusion
+
+
 @pytest.mark.parametrize("no_device", [False, True])
 def test_asking_for_fusion_warns_even_without_a_device(fused, no_device):
     model = make(engine="reference")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -90,3 +92,13 @@ def test_a_collector_that_rests_is_left_resting() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_numpy_is_as_it_was_behind_the_import() -> None:
+    """numba-cuda asks for a name that numpy 2.5 has removed; it is lent to it only for its import."""
+    code = (
+        "import numpy as np; known = set(dir(np)); from numba_tcnn.fused import numba_bridge; "
+        "assert not {'row_stack'} & (set(dir(np)) ^ known), set(dir(np)) ^ known; numba_bridge.cuda.jit; print('done')"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr

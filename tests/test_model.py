@@ -174,8 +174,9 @@ def test_inference_into_out_and_in_other_dtypes(rng):
     np.testing.assert_array_equal(out, y.astype(np.float16))
     for dtype in ("float16", np.float16):
         np.testing.assert_array_equal(model.network.inference(x, dtype=dtype), out)
-    with pytest.raises(ValueError, match="dtype: float64 is not float16 or float32"):
-        model.network.inference(x, dtype="float64")
+    for other in ("float64", "floaty"):
+        with pytest.raises(ValueError, match=f"dtype: {other} is not float16 or float32"):
+            model.network.inference(x, dtype=other)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from numba_tcnn.command_line import CommandError
 from numba_tcnn.photo import bilinear, default_photo, load_photo, pixel_centres, psnr
 
 GREY = np.arange(20, dtype=np.uint8).reshape(4, 5) * 12
@@ -79,6 +80,17 @@ def test_the_camera_s_orientation_is_applied(tmp_path):
     exif[0x0112] = 6  # shown after a quarter turn clockwise
     Image.fromarray(RGB).save(path, exif=exif)
     np.testing.assert_array_equal(load_photo(path), np.rot90(RGB, -1).astype(np.float32) / 255)
+
+
+@pytest.mark.filterwarnings("error")
+def test_how_large_a_photo_may_be(tmp_path, monkeypatch):
+    """20 pixels: Pillow warns above its limit, which is no one's concern here, and refuses above twice that."""
+    path = save(tmp_path, RGB, "rgb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert load_photo(path).shape == (4, 5, 3)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9)
+    with pytest.raises(CommandError, match="rgb.png is too large, a photo may have 18 pixels; scale it down$"):
+        load_photo(path)
 
 
 def test_bilinear_at_pixel_centres_is_the_photo(rng):

@@ -260,6 +260,8 @@ def test_fit_takes_arrays_of_every_kind(data, kind, monkeypatch):
     [
         ({"steps": -1}, "steps: -1 must be a whole number, 0 or larger"),
         ({"steps": 2.5}, "steps: 2.5 must be a whole number"),
+        ({"seed": -1}, "seed: -1 must be a whole number, 0 or larger"),
+        ({"callback": 3}, "callback: 3 is no function"),
         ({"batch_size": 0}, "batch_size: 0 must be a whole number, 1 or larger"),
     ],
 )
