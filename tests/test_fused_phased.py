@@ -53,7 +53,8 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     check_phased(mlp(*shape), batch=150)
 
 
-@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("at_once", [True, False])
 def test_five_layers_behind_an_encoding(at_once: bool) -> None:
     """As many images in turn as there are stages, and more."""
     spec = parse_model(2, 3, GRID, {"otype": "CutlassMLP", "hidden": [128] * 5})

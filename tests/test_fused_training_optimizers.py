@@ -137,7 +137,12 @@ def test_training_slices(shift: int, gpu: EmulatedDriver, no_reference: None) ->
     train(with_optimizer(slices(make(CONFIG), ema, OPTIMIZERS["Novograd"], shift)))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+SHORT = ("SGD", "Shampoo", "EMA of Batched Novograd")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.exhaustive]) for name in OPTIMIZERS]
+)
 def test_deterministic_training(name: str, gpu: EmulatedDriver, no_reference: None) -> None:
     """As good as any; and the same bits with blocks in another order, in a table in which most entries collide."""
     train(with_optimizer(OPTIMIZERS[name]), deterministic=True)
