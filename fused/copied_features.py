@@ -18,7 +18,7 @@ from .plan import RESERVED_SHARED_BYTES, Architecture, KernelPlan
 from .planes import PlanesSpec
 from .stage_io import BATCH, X_STRIDE, GradientOptions, InferenceOptions, X
 from .swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
-from .tiles import make_barriers, make_load_fragment
+from .tiles import make_barriers, make_load_fragment, tile_is_within
 
 CHUNK = 16  # bytes of a row that one copy brings
 COPIED_AT_ONCE = (4, 8, CHUNK)
@@ -122,8 +122,7 @@ def _make_copy(target: Target, spec: ModelSpec, plan: KernelPlan) -> Callable:
 
     @target.intrinsic(["u32", "u64", "u32", "u32", "u32"], "void")
     def copy(e, base, x, x_stride, batch, first_row):
-        first_of_tile = e.sub(first_row, e.mul(e.warp(), plan.rows))
-        with e.when(e.less(first_of_tile, batch)):
+        with e.when(tile_is_within(e, first_row, plan.rows, batch)):
             copy_rows(e, base, x, x_stride, batch, first_row)
 
     return copy

@@ -12,6 +12,7 @@ from .fragments import Target
 from .plan import KernelPlan
 from .planes import PlanesSpec, place_in_plane
 from .stage_io import BATCH, X_STRIDE, Y_STRIDE, GradientOptions, X, Y
+from .tiles import tile_is_within
 
 LINE = 128  # bytes that one prefetch brings
 SIZES = {"float32": 4, "float16": 2}
@@ -42,7 +43,7 @@ def make_prefetch(target: Target, spec: ModelSpec, plan: KernelPlan, options: Gr
 
     @target.intrinsic(["u64", "u32", "u64", "u32", "u32", "u32"], "void")
     def prefetch_tile(e, x, x_stride, y, y_stride, batch, first_row):
-        with e.when(e.less(e.sub(first_row, e.mul(e.warp(), rows)), batch)):
+        with e.when(tile_is_within(e, first_row, rows, batch)):
             if not plan.copied_ahead:
                 if is_planes:
                     prefetch_planes(e, x, x_stride, first_row, batch)

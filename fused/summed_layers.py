@@ -19,7 +19,7 @@ from ..specs import ModelSpec
 from .fragments import FragmentShape, Target, make_pack
 from .keepers import Keeper
 from .mlp import WeightGradient, make_backward_product, make_forward_product, n_accumulators
-from .network_stage import make_output_gradient
+from .network_stage import make_clear_padding, make_output_gradient
 from .packed_activations import make_pack_gradient, make_pack_output
 from .phased_plan import PhasedPlan
 from .saved_images import KNOWN_BY_SIGN, make_signs
@@ -58,10 +58,10 @@ def make_tile_exchange(target: Target) -> Exchange:
 
 
 @functools.cache
-def make_part(target: Target, kind: str, count: int, first: int, n: int) -> Callable:
-    """part(values) -> n of `count` values, from number `first` on."""
+def make_part(target: Target, count: int, first: int, n: int) -> Callable:
+    """part(values) -> n of `count` float32 values, from number `first` on."""
 
-    @target.intrinsic([(kind, count)], (kind, n))
+    @target.intrinsic([("f32", count)], ("f32", n))
     def part(e, values):
         return list(values[first : first + n])
 
@@ -131,8 +131,10 @@ def make_summed_network(
     """
     stage = _make_output_layer(target, spec, plan, options)
     for layer in range(len(spec.layer_shapes) - 2, -1, -1):
-        make = _make_summed_layer if layer >= len(plan.layers) else _make_saved_layer
-        stage = make(target, spec, plan, layer, h_images, d_images, stage)
+        if layer >= len(plan.layers):
+            stage = _make_summed_layer(target, spec, plan, layer, stage)
+        else:
+            stage = _make_saved_layer(target, spec, plan, layer, h_images, d_images, stage)
     return stage
 
 
@@ -154,16 +156,16 @@ def _make_output_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, option
     return target.device(output)
 
 
-def _make_summed_layer(
-    target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, h_images: list, d_images: list, inner: Callable
-) -> Callable:
+def _make_summed_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, inner: Callable) -> Callable:
     """hidden(base, io, slot, first_row, base_of_h, sums) -> (d of this layer's z, loss, sums), `inner` being the next;
     h_in is in a tile that counts from `base_of_h`."""
     index = layer - len(plan.layers)
     weights = plan.weights.weights[layer]
     shape = FragmentShape(plan.rows, weights.rows)
     forward = make_tile_product(target, weights, plan.summed[index].h)
-    pack_output = make_pack_output(target, spec.network.activation, shape, _make_nothing_cleared(target))
+    pack_output = make_pack_output(
+        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
+    )
     keep_h, recall_h = _next_h_keeper(target, spec, plan, layer)
     backward = _make_summing_backward(target, spec, plan, layer)
     own, before, after = make_tile_exchange(target)
@@ -188,7 +190,9 @@ def _make_saved_layer(
     """hidden(base, io, slot, first_row, h_in, sums) -> (d of this layer's z, loss, sums), h_in packed."""
     shape = FragmentShape(plan.rows, plan.weights.weights[layer].rows)
     forward = make_forward_product(target, plan.weights.weights[layer], plan.rows)
-    pack_output = make_pack_output(target, spec.network.activation, shape, _make_nothing_cleared(target))
+    pack_output = make_pack_output(
+        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
+    )
     keep_d = d_images[layer].keep
     if layer + 1 == len(plan.layers):  # what comes is summed
         keep_h, recall_h = _next_h_keeper(target, spec, plan, layer)
@@ -205,7 +209,9 @@ def _make_saved_layer(
         return target.device(hidden)
     keep_image, recall_image = h_images[layer].keep, h_images[layer].recall
     back = make_backward_product(target, plan.weights.weights[layer + 1], plan.rows)
-    pack_gradient = make_pack_gradient(target, spec.network.activation, shape, _make_nothing_cleared(target))
+    pack_gradient = make_pack_gradient(
+        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
+    )
 
     def hidden(base, io, slot, first_row, h_in, sums):
         h = pack_output(forward(base, h_in))
@@ -247,20 +253,17 @@ def _next_h_keeper(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int
     return target.device(keep), target.device(recall)
 
 
-@functools.cache
-def _make_nothing_cleared(target: Target) -> Callable:
-    return target.device(lambda values: values)
-
-
 def _make_summing_backward(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int) -> Callable:
     """backward(base, sums, h) -> (d of a layer, packed; sums with the next layer's dW more), d of which is in its
     tile."""
     weights, shape = plan.weights.weights[layer + 1], FragmentShape(plan.rows, plan.weights.weights[layer].rows)
     count, n_elements = n_accumulators(plan.summed), shape.n_elements
     add = make_add_and_go_back(target, plan.summed, layer + 1 - len(plan.layers), weights)
-    sums_of = make_part(target, "f32", count + n_elements, 0, count)
-    product_of = make_part(target, "f32", count + n_elements, count, n_elements)
-    pack_gradient = make_pack_gradient(target, spec.network.activation, shape, _make_nothing_cleared(target))
+    sums_of = make_part(target, count + n_elements, 0, count)
+    product_of = make_part(target, count + n_elements, count, n_elements)
+    pack_gradient = make_pack_gradient(
+        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
+    )
 
     def backward(base, sums, h):
         both = add(base, sums)

@@ -422,6 +422,11 @@ def make_indices(target: Target) -> Indices:
     return Indices(*(make(name) for name in Indices._fields))
 
 
+def tile_is_within(e, first_row, rows: int, batch):
+    """Whether the tile has any sample of the batch, by a warp's first row of it; `rows` are those of a warp."""
+    return e.less(e.sub(first_row, e.mul(e.warp(), rows)), batch)
+
+
 def make_first_row_of(target: Target, plan) -> Callable:
     """first_row_of(tile): the first row of the batch that is this warp's in a tile of `plan.tile_rows` samples, each
     warp having `plan.rows`."""

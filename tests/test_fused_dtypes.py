@@ -246,10 +246,25 @@ class Emulated:
         return loss, params
 
 
+RANDOM = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
+ANY_DRAW = st.sampled_from(DTYPES).flatmap(lambda dtype: draws(dtype))
+
+
 @pytest.mark.slow
-@settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-@given(draw=st.sampled_from(DTYPES).flatmap(lambda dtype: draws(dtype)))
+@settings(max_examples=1, **RANDOM)
+@given(draw=ANY_DRAW)
+def test_a_random_model(draw: Draw) -> None:
+    check_random_model(draw)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=10, **RANDOM)
+@given(draw=ANY_DRAW)
 def test_random_models(draw: Draw) -> None:
+    check_random_model(draw)
+
+
+def check_random_model(draw: Draw) -> None:
     try:
         gradient_plans(draw.spec, HOPPER, encoding_gradient=True, dtype=draw.dtype)
     except PlanError:  # float32 networks that are too wide for one kernel: the reference has those
