@@ -86,7 +86,6 @@ def _compile(make_body, capability, threads: int, min_blocks: int) -> CompiledKe
         architecture,
         threads=threads,
         min_blocks=min_blocks,
-        inline=body.inline,
     )
     cubin, log = assemble(text, architecture)
     return CompiledKernel(

@@ -196,7 +196,7 @@ def make_single_gradient_kernel(
         ("row_bytes", "u32"),
         ("losses", "u64"),
     )
-    return KernelBody("gradient", gradient, parameters, IO_PARAMETERS, target.format.n_planes > 1)
+    return KernelBody("gradient", gradient, parameters, IO_PARAMETERS)
 
 
 def make_features_backward(target, spec, plan, options, need) -> Callable:
@@ -279,7 +279,7 @@ def make_propagate_kernel(target: Target, spec: ModelSpec, plan: KernelPlan, opt
         store_loss(losses, block_index(), block_sum(base, total))
 
     parameters = (("n_tiles", "u32"), ("losses", "u64"))
-    return KernelBody("propagate", propagate, parameters, IO_PARAMETERS, target.format.n_planes > 1)
+    return KernelBody("propagate", propagate, parameters, IO_PARAMETERS)
 
 
 def make_weight_gradient_kernel(

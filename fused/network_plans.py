@@ -23,7 +23,6 @@ from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
 from .mlp import n_accumulators
 from .phased_plan import phased_plans
 from .plan import (
-    MAX_NESTED_LAYERS,
     MAX_REGISTERS,
     Allocator,
     Architecture,
@@ -39,6 +38,7 @@ from .plan import (
     format_for,
     fragment_registers,
     layer_offsets,
+    nests,
     ranked,
     with_blocks,
 )
@@ -49,14 +49,12 @@ from .warpgroup_plan import warpgroup_inference_plans, warpgroup_single_plans
 def inference_plans(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> list[KernelPlan]:
     """Candidates for inference by one kernel. Raises PlanError where there are none."""
     n_planes, candidates = format_for(dtype, chip).n_planes, []
-    if len(spec.layer_shapes) > MAX_NESTED_LAYERS:
-        _no_plan(spec, chip)
     for resident, warps, rows in itertools.product((True, False), (4, 8), (32, 16)):
         allocate = Allocator(n_planes)
         weights = _weight_tiles(spec, allocate, resident=resident)
         x = allocate.tile("x", warps * rows, round_up(spec.encoding_width, TENSOR_CORE_WIDTH))
         registers = fragment_registers(spec, rows, n_planes)
-        if registers <= MAX_REGISTERS:
+        if registers <= MAX_REGISTERS and nests(spec, rows, ways=1, n_planes=n_planes):
             candidates.append((KernelPlan("inference", warps, rows, 1, weights, x, dtype=dtype), registers))
     plans = _resident_first(ranked(candidates, chip))
     return [*warpgroup_inference_plans(spec, chip, dtype), *plans] or _no_plan(spec, chip)
@@ -71,9 +69,9 @@ def single_plans(
     """
     n_hidden, n_planes = len(spec.layer_shapes) - 1, format_for(dtype, chip).n_planes
     candidates = []
-    if n_hidden >= MAX_NESTED_LAYERS:
-        return []
     for warps, rows in ((4, 32), (8, 16), (4, 16), (8, 32)):
+        if not nests(spec, rows, ways=2, n_planes=n_planes):
+            continue
         allocate = Allocator(n_planes)
         tile_rows = warps * rows
         weights = _weight_tiles(spec, allocate, resident=True)
@@ -98,15 +96,13 @@ def staged_plans(
 ) -> list[StagedPlan]:
     """Candidates for the propagate kernel, each with its weight-gradient kernels."""
     n_planes, candidates = format_for(dtype, chip).n_planes, []
-    if len(spec.layer_shapes) > MAX_NESTED_LAYERS:
-        return []
     for resident, warps, rows in itertools.product((True, False), (8, 4), (32, 16)):
         allocate = Allocator(n_planes)
         weights = _weight_tiles(spec, allocate, resident=resident)
         x = allocate.tile("x", warps * rows, spec.encoding_width)
         dx = dataclasses.replace(x, name="dx") if encoding_gradient else None  # x is saved before dx is stored
         registers = fragment_registers(spec, rows, n_planes)
-        if registers <= MAX_REGISTERS:
+        if registers <= MAX_REGISTERS and nests(spec, rows, ways=2, n_planes=n_planes):
             candidates.append((KernelPlan("propagate", warps, rows, 1, weights, x, dx, dtype=dtype), registers))
     plans = []
     for propagate in _resident_first(ranked(candidates, chip)):
@@ -192,5 +188,6 @@ def _resident_first(plans: list[KernelPlan]) -> list[KernelPlan]:
 def _no_plan(spec: ModelSpec, chip: Architecture):
     raise PlanError(
         f"no fused kernel fits {describe_shapes(spec)} into "
-        f"{chip.shared_per_block // 1024} KiB of shared memory and {MAX_REGISTERS} registers a thread"
+        f"{chip.shared_per_block // 1024} KiB of shared memory and {MAX_REGISTERS} registers a thread, or there are "
+        f"too many of them to compile"
     )

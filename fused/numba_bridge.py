@@ -105,13 +105,17 @@ def _without_device(capability: tuple):
         yield
 
 
-def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int, inline: bool):
-    """`function(*own, io)` as a kernel `name` of scalar parameters; `io` is the tuple of those behind `n_own`."""
+def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int):
+    """`function(*own, io)` as a kernel `name` of scalar parameters; `io` is the tuple of those behind `n_own`.
+
+    The function is inlined whatever its size. LLVM would rather call a large one, and a called function has fewer
+    registers: deep networks of costly activations then spilled in every plan, and ended layer by layer.
+    """
     names = [name for name, _ in parameters]
     arguments = names[:n_own]
     if n_own < len(names):
         arguments = [*arguments, f"({', '.join(names[n_own:])},)"]
-    namespace = {"body": cuda.jit(device=True, fastmath=True, forceinline=inline)(function)}
+    namespace = {"body": cuda.jit(device=True, fastmath=True, forceinline=True)(function)}
     exec(f"def {name}({', '.join(names)}):\n    body({', '.join(arguments)})", namespace)
     return namespace[name]
 
@@ -125,16 +129,14 @@ def kernel_to_ptx(
     *,
     threads: int,
     min_blocks: int,
-    inline: bool = False,
 ):
     """Compile a plain Python function as a kernel `name`. Returns (PTX, entry name); calls no driver.
 
     parameters   (name, kind) of all, flat; those behind the first `n_own` reach the function as one tuple
     threads      most threads a block will have
     min_blocks   blocks that should fit on a multiprocessor: caps the registers
-    inline       the function whatever its size; a call that saves registers costs large ones their point
     """
-    flat = _kernel_with_flat_parameters(name, function, parameters, n_own, inline)
+    flat = _kernel_with_flat_parameters(name, function, parameters, n_own)
     signature = tuple(intrinsics.NUMBA_TYPES[kind] for _, kind in parameters)
     kernel = cuda.jit(flat, lto=False, fastmath=True, launch_bounds=(threads, min_blocks))
     return jitted_to_ptx(kernel, signature, capability, lean=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..specs import ModelSpec, round_up
 from .mlp import WeightGradient, n_accumulators
-from .plan import MAX_NESTED_LAYERS, Architecture, KernelPlan, keeps_gate, layer_offsets
+from .plan import Architecture, KernelPlan, keeps_gate, layer_offsets, nests
 from .swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
 from .warpgroup_mlp import WARPGROUP_ROWS
 from .warpgroup_plan import ROWS, SwizzledAllocator, swizzled_weight_tiles
@@ -85,9 +85,7 @@ def fits_phases(spec: ModelSpec, chip: Architecture, dtype: str) -> bool:
     """Whether each layer has a side of 128, and none is wider."""
     if chip.cc != 90 or dtype != "float16" or spec.network is None or spec.network.bias:
         return False
-    if len(spec.layer_shapes) > MAX_NESTED_LAYERS:
-        return False
-    return all(max(shape) == DW_ROWS for shape in spec.layer_shapes)
+    return nests(spec, ROWS, ways=2) and all(max(shape) == DW_ROWS for shape in spec.layer_shapes)
 
 
 def phased_plans(

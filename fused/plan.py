@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..engines import EngineUnavailable
 from ..layout import bias_blocks
 from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, STRAIGHT
 from .formats import FORMATS, NumberFormat, number_format
 from .mlp import WeightGradient, n_accumulators, shares_within
 from .swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
@@ -25,6 +25,9 @@ RESERVED_SHARED_BYTES = 1024  # the driver's own, a block
 MAX_NESTED_LAYERS = 17
 """Layers that are closures around one another: Numba follows some 40 calls into one another, and what compiles grows
 with each. Deeper networks go layer by layer (`layer_plan.py`)."""
+MAX_CURVED_ACTIVATIONS = 1024
+"""Values and derivatives of hidden activations with exponentials, roots or the like that a lane computes of a tile:
+each stands in the code by itself. So many compile in 10 to 15 s, in float32 in 20 s."""
 
 
 class PlanError(EngineUnavailable):
@@ -59,6 +62,19 @@ _ARCHITECTURES = (
     Architecture(100, 227 * _KIB, 228 * _KIB, 64),
     Architecture(120, 99 * _KIB, 100 * _KIB, 48),
 )
+
+
+def nests(spec: ModelSpec, rows: int, *, ways: int, n_planes: int = 1) -> bool:
+    """Whether a kernel of all layers, for `rows` samples a warp, compiles in bearable time. In float32 the smallest
+    tiles always do, as there are no kernels that go layer by layer.
+
+    ways   1: forward only; 2: and back
+    """
+    widths = [fan_out for fan_out, _ in spec.layer_shapes[:-1]]
+    is_curved = spec.network is not None and spec.network.activation not in STRAIGHT
+    curved_activations = ways * rows * sum(widths) // 32 if is_curved else 0
+    is_smallest = n_planes > 1 and rows == TENSOR_CORE_WIDTH
+    return len(widths) < MAX_NESTED_LAYERS and (is_smallest or curved_activations <= MAX_CURVED_ACTIVATIONS)
 
 
 def architecture(capability: tuple[int, int]) -> Architecture:

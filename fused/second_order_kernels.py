@@ -137,7 +137,7 @@ def make_second_order_kernel(
         write(base, accumulators, partial_sums, partial_sums, row_bytes, block_index(), u32(0), io[BAD], io[MARK])
 
     parameters = (("n_tiles", "u32"), ("partial_sums", "u64"), ("row_bytes", "u32"))
-    return KernelBody("second_order", second_order, parameters, SECOND_ORDER_IO_PARAMETERS, target.format.n_planes > 1)
+    return KernelBody("second_order", second_order, parameters, SECOND_ORDER_IO_PARAMETERS)
 
 
 def _make_features_backward(

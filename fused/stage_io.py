@@ -91,7 +91,6 @@ class KernelBody:
     function: Callable
     own: tuple[tuple[str, str], ...]
     bundle: tuple[tuple[str, str], ...] = ()
-    inline: bool = False  # even where it is so large that LLVM would rather call it
 
     @property
     def parameters(self) -> tuple[tuple[str, str], ...]:

@@ -16,7 +16,6 @@ from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
 from .fragments import FragmentShape
 from .mlp import WeightGradient, n_accumulators
 from .plan import (
-    MAX_NESTED_LAYERS,
     MAX_REGISTERS,
     REGISTERS_PER_MULTIPROCESSOR,
     Architecture,
@@ -25,6 +24,7 @@ from .plan import (
     blocks_that_fit,
     fragment_registers,
     layer_offsets,
+    nests,
     with_blocks,
 )
 from .swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
@@ -45,8 +45,7 @@ def fits_warpgroups(
 ) -> bool:
     """Whether a network's products can be wgmma's, as far as its shape goes; only those in float16 are made of it.
     widths: of hidden layers."""
-    n_layers = len(spec.layer_shapes)
-    if chip.cc != 90 or dtype != "float16" or spec.network is None or spec.network.bias or n_layers > MAX_NESTED_LAYERS:
+    if chip.cc != 90 or dtype != "float16" or spec.network is None or spec.network.bias:
         return False
     hidden = [fan_out for fan_out, _ in spec.layer_shapes[:-1]]
     return (
@@ -87,7 +86,7 @@ def _ranked(candidates: list[tuple[KernelPlan, int]], chip: Architecture, enough
 
 
 def warpgroup_inference_plans(spec: ModelSpec, chip: Architecture, dtype: str = "float16") -> list[KernelPlan]:
-    if not fits_warpgroups(spec, chip, dtype, WIDE):
+    if not (fits_warpgroups(spec, chip, dtype, WIDE) and nests(spec, ROWS, ways=1)):
         return []
     candidates = []
     for groups in (1, 2) if fits_warpgroups(spec, chip) else (1, 2, 3):
@@ -117,7 +116,7 @@ def warpgroup_single_plans(
     spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
 ) -> list[KernelPlan]:
     """Candidates for one persistent gradient kernel; empty where dW does not fit the registers."""
-    if not fits_warpgroups(spec, chip, dtype):
+    if not (fits_warpgroups(spec, chip, dtype) and nests(spec, ROWS, ways=2)):
         return []
     n_hidden = len(spec.layer_shapes) - 1
     candidates = []

@@ -247,6 +247,19 @@ def test_plans_whose_wgmma_is_serialised_are_passed_over() -> None:
     assert choose(job, tools.chip, tools.compile)[0] == job.plans(tools.chip)[1]
 
 
+# ------------------------------------------------------------------------------------------- large kernels
+
+
+@needs_toolkit
+def test_large_kernels_are_one_function(ptx_of) -> None:
+    """LLVM would rather call the body of a large kernel, which then spills: fused plans were passed over for that."""
+    spec = spec_of(3, 18, {"otype": "Identity"}, n_neurons=128, n_hidden_layers=4, activation="Softplus")
+    job = GradientJob(spec, GradientOptions(loss="Variance", table_gradient=False))
+    for kernel in kernels_of(job, (9, 0)):
+        check(kernel, ptx_of)
+        assert kernel.registers > 128
+
+
 # ----------------------------------------------------------------------------------- other number formats
 
 SMALL_IMAGE = spec_of(

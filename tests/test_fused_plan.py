@@ -222,6 +222,31 @@ def test_small_networks_take_one_kernel_and_large_ones_several() -> None:
     assert isinstance(gradient_plans(make_spec(32, 128, 5, 16), ampere, encoding_gradient=True)[0], StagedPlan)
 
 
+@pytest.mark.parametrize("make_plans", [inference_plans, staged_plans, phased_plans, single_plans])
+def test_deep_networks_of_curved_activations_keep_their_code_short(make_plans) -> None:
+    """Fewer samples a warp, where an activation is a long expression; then no nested layers at all. Those of straight
+    lines and shallow ones keep all of their candidates."""
+    chip = architecture((9, 0))
+    how = {} if make_plans is inference_plans else {"encoding_gradient": True}
+
+    def rows(width: int, n_hidden_layers: int, activation: str, dtype: str = "float16") -> set[int]:
+        spec = make_spec(32, width, n_hidden_layers, 16)
+        spec = replace(spec, network=replace(spec.network, activation=activation))
+        try:
+            plans = make_plans(spec, chip, dtype=dtype, **how)
+        except PlanError:
+            return set()
+        return {getattr(made, "propagate", made).rows for made in plans}
+
+    for width, n_hidden_layers in ((64, 2), (64, 5), (128, 3)):
+        assert rows(width, n_hidden_layers, "Softplus") == rows(width, n_hidden_layers, "ReLU")
+    if make_plans in (inference_plans, staged_plans):
+        assert rows(64, 16, "ReLU") == {16, 32}
+        assert rows(64, 16, "Softplus") == ({16, 32} if make_plans is inference_plans else {16})
+        assert rows(128, 16, "Tanh", "float32") == {16}
+    assert rows(128, 16, "Softplus") == ({16} if make_plans is inference_plans else set())
+
+
 def test_weight_gradients_in_float32_are_divided_more_where_registers_run_out() -> None:
     """Behind each candidate stands the one with the fewest sums a warp, unless it is that already; float16 has one."""
     network = {"otype": "CutlassMLP", "n_neurons": 128, "n_hidden_layers": 1, "bias": True}

@@ -37,7 +37,7 @@ def instructions_of(job: Job) -> Counter[str]:
     body = source.make_body(cuda_target(10 * CAPABILITY[0] + CAPABILITY[1]))
     text, _ = numba_bridge.kernel_to_ptx(
         body.name, body.function, body.parameters, len(body.own), CAPABILITY,
-        threads=source.threads, min_blocks=source.min_blocks, inline=body.inline,
+        threads=source.threads, min_blocks=source.min_blocks,
     )  # fmt: skip
     found = re.findall(r"^\s+(?:@!?%p\d+ )?((?!setp|bra|mov)[a-z][\w.]+)", text, re.MULTILINE)
     return Counter(re.sub(r"^(and|or)\.pred", "and/or.pred", name) for name in found)
