@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from numba_tcnn.fused import device_status, driver, level_plan
+import numba_tcnn as tcnn
+from numba_tcnn.fused import device_status, driver, level_plan, native_launches
 
 from .cases import CONFIGS, N_INPUT_SETS, Case, DeviceData, load_cases
 from .device_timing import Event, time_groups
@@ -24,7 +26,7 @@ CALLS = 50
 
 @contextmanager
 def every_launch(record: Callable[[str], None]) -> Iterator[None]:
-    """Call record(kernel name) before each launch, of calls and of their recordings."""
+    """Call record(kernel name) before each launch, of calls and of those recorded while launches are `one_by_one`."""
     launch, repeat = driver.LoadedKernel.launch, driver.RecordedLaunch.__call__
 
     def noted_launch(self, *arguments):
@@ -42,14 +44,21 @@ def every_launch(record: Callable[[str], None]) -> Iterator[None]:
         driver.LoadedKernel.launch, driver.RecordedLaunch.__call__ = launch, repeat
 
 
-def stage_times(call: Callable[[int], object]) -> list[tuple[str, float]]:
+@contextmanager
+def one_by_one(trainer: tcnn.Trainer) -> Iterator[None]:
+    """Calls are recorded anew, to be launched kernel by kernel through cuda.bindings; natively again afterwards."""
+    validity = trainer.network.engine.runtime.model.validity
+    with mock.patch.object(native_launches, "entry_points", lambda bindings: None):
+        validity.memory_moved()
+        yield
+    validity.memory_moved()
+
+
+def stage_times(trainer: tcnn.Trainer, call: Callable[[int], object]) -> list[tuple[str, float]]:
     """(kernel, median microseconds from its launch to the next one's) of one call, in launch order.
 
     An event stands before every launch and behind the last, so a stage holds some microseconds for the event.
     """
-    for i in range(WARM_UP):
-        call(i)
-    driver.device(0).synchronize()
     runs: list[list[tuple[str, Event]]] = []
 
     def record(name: str) -> None:
@@ -57,11 +66,15 @@ def stage_times(call: Callable[[int], object]) -> list[tuple[str, float]]:
         event.record()
         runs[-1].append((name, event))
 
-    with every_launch(record):
-        for i in range(REPEATS):
-            runs.append([])
+    with one_by_one(trainer):
+        for i in range(WARM_UP):
             call(i)
-            record("")
+        driver.device(0).synchronize()
+        with every_launch(record):
+            for i in range(REPEATS):
+                runs.append([])
+                call(i)
+                record("")
     names = [name for name, _ in runs[0]][:-1]
     times = [
         [1e3 * later.milliseconds_since(earlier) for (_, earlier), (_, later) in zip(run[:-1], run[1:], strict=True)]
@@ -79,7 +92,7 @@ def measure(case: Case, log2_batch: int) -> Iterator[dict[str, Any]]:
         "infer": lambda i: trainer.network.inference(data.x[i % N_INPUT_SETS], out=data.out),
     }
     for name, call in calls.items():
-        stages = [{"kernel": kernel, "us": round(time, 2)} for kernel, time in stage_times(call)]
+        stages = [{"kernel": kernel, "us": round(time, 2)} for kernel, time in stage_times(trainer, call)]
         whole = 1e3 * time_groups(call, groups=5, calls=CALLS).median
         launched = {stage["kernel"] for stage in stages}
         yield {

@@ -19,6 +19,7 @@ from .optimizer_state import VECTOR
 from .programs import Toolbox, Workspace
 from .stream_order import StreamOrder
 from .table_gradient import TableGradient
+from .validity import Validity
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Words:
 class DeviceModel:
     """Parameters are a float32 master and, but in float32, a copy of it that kernels read.
 
-    programs        by what they are made for: the same call with the same dtypes finds its own in one look-up
-    configuration   a number that changes with what recorded calls depend on
+    programs   by what they are made for: the same call with the same dtypes finds its own in one look-up
+    validity   of recorded calls
     """
 
     def __init__(self, spec: ModelSpec, params: np.ndarray, owner: Device, dtype: str, *, deterministic: bool):
@@ -83,10 +84,10 @@ class DeviceModel:
         self.has_table = self.n_params > self.n_network
         self.sums_in_fixed_point = deterministic and self.has_table
         """Of the table's gradient."""
-        self.toolbox, self.workspace, self.order = Toolbox(owner), Workspace(owner), StreamOrder(owner)
+        self.validity = Validity()
+        self.toolbox, self.workspace, self.order = Toolbox(owner), Workspace(owner, self.validity), StreamOrder(owner)
         self.arrays = CallArrays(owner, self.workspace, self.order)
         self.programs: dict[tuple, Any] = {}
-        self.configuration = 0
         self._split_batch = split_batch(spec, self.toolbox.chip, dtype)
         self._padded = round_up(self.n_params, VECTOR)  # optimizer kernels read and write whole vectors
         self._master = DeviceBuffer(owner, 4 * self._padded)
@@ -100,7 +101,7 @@ class DeviceModel:
 
     def free(self) -> None:
         self.programs.clear()
-        self.configuration += 1
+        self.validity.reconfigured()
         self.workspace.free()
         self.table_gradient.free()
         levels = self._max_levels[0] if self._max_levels else None
@@ -156,7 +157,7 @@ class DeviceModel:
 
     # ---------------------------------------------------------------------------------------- levels
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
-        self.configuration += 1
+        self.validity.reconfigured()
         if max_level is None:
             self._max_levels = None
             return

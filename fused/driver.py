@@ -223,13 +223,20 @@ def copy_to_host(values: np.ndarray, address: int, stream: int) -> None:
     check(call, "copying from device")
 
 
-class _Arguments:
-    """The arguments of a launch, 8 bytes each: `values` as integers, `floats` as float32 (number 2 i of argument i)."""
+class Arguments:
+    """Arguments of launches, 8 bytes each: `values` as integers, `floats` as float32 (number 2 i of argument i).
+
+    addresses   where each of them is, a uint64 array: what a launch is given
+    """
 
     def __init__(self, storage: np.ndarray):
-        self._pointers = storage.ctypes.data + 8 * np.arange(len(storage), dtype=np.uint64)
-        self.list_address = self._pointers.ctypes.data
+        self.addresses = storage.ctypes.data + 8 * np.arange(len(storage), dtype=np.uint64)
+        self.list_address = self.addresses.ctypes.data
         self.values, self.floats = memoryview(storage), memoryview(storage.view(np.float32))
+
+    def place(self, i: int, kind: str) -> tuple[memoryview, int]:
+        """Where an argument is set: view[number] = value."""
+        return (self.floats, 2 * i) if kind == "f32" else (self.values, i)
 
 
 class LoadedKernel:
@@ -256,16 +263,16 @@ class LoadedKernel:
         )
         if self.blocks_per_multiprocessor == 0:
             raise EngineUnavailable(f"kernel {name} does not fit a multiprocessor")
-        self._arguments = _Arguments(np.zeros(len(parameters), np.uint64))
+        self._arguments = Arguments(np.zeros(len(parameters), np.uint64))
         self._values, self._floats = self._arguments.values, self._arguments.floats
         self._argument_list = self._arguments.list_address
-        self._places = {name: (i, kind) for i, (name, kind) in enumerate(parameters)}
+        self.places = {name: (i, kind) for i, (name, kind) in enumerate(parameters)}
         self._launch = driver.cuLaunchKernel
 
     def set(self, **arguments: int | float) -> None:
         """Set those of these parameters that the kernel has; the others keep their values."""
         for name, value in arguments.items():
-            place = self._places.get(name)
+            place = self.places.get(name)
             if place is None:
                 continue
             i, kind = place
@@ -276,7 +283,7 @@ class LoadedKernel:
 
     def setter(self, *names: str):
         """A function of the values of these integer parameters, for what changes at every launch."""
-        values, places = self._values, [self._places[name][0] for name in names]
+        values, places = self._values, [self.places[name][0] for name in names]
 
         def set_values(*given: int) -> None:
             for i, value in zip(places, given, strict=True):
@@ -309,33 +316,51 @@ _recorders: dict[int, Recorder] = {}  # by the thread that they watch
 
 
 class RecordedLaunch:
-    """A launch that has been made, with arguments of its own; called, it is made again."""
+    """A launch that has been made, with arguments of its own; called, it is made again and gives its status."""
 
     def __init__(self, kernel: LoadedKernel, n_blocks: int, stream: int, n_rows: int):
         self.kernel = kernel
-        self._arguments = _Arguments(np.array(kernel._values, np.uint64))
-        self._launch = kernel._launch
-        self._call = (
-            kernel._function, n_blocks, n_rows, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream,
-            self._arguments.list_address, 0,
-        )  # fmt: skip
+        self._n_blocks, self._n_rows, self._stream = n_blocks, n_rows, stream
+        self._arguments = Arguments(np.array(kernel._values, np.uint64))
 
     def has(self, name: str) -> bool:
-        return name in self.kernel._places
+        return name in self.kernel.places
 
-    def place(self, name: str) -> tuple[memoryview, int]:
-        """Where an argument is set: view[number] = value."""
-        i, kind = self.kernel._places[name]
-        return (self._arguments.floats, 2 * i) if kind == "f32" else (self._arguments.values, i)
+    def get(self, name: str) -> int | float | None:
+        """An argument, if the kernel has it."""
+        if not self.has(name):
+            return None
+        view, i = self._arguments.place(*self.kernel.places[name])
+        return view[i]
 
-    def get(self, name: str) -> int | float:
-        values, i = self.place(name)
-        return values[i]
+    def kind(self, name: str) -> str:
+        return self.kernel.places[name][1]
 
-    def __call__(self) -> None:
-        (status,) = self._launch(*self._call)
-        if status != 0:
-            check((status,), f"launching kernel {self.kernel.name}")
+    def find_at(self, address: int, name: str) -> None:
+        """From now on take an argument from this address, which others may share."""
+        i, _ = self.kernel.places[name]
+        self._arguments.addresses[i] = address
+
+    def in_numbers(self) -> dict[str, int]:
+        """The launch as `native_launches.Launch` names its parts."""
+        kernel = self.kernel
+        return {
+            "function": int(kernel._function),
+            "arguments": self._arguments.list_address,
+            "stream": self._stream,
+            "n_blocks": self._n_blocks,
+            "n_rows": self._n_rows,
+            "threads": kernel.threads,
+            "shared_bytes": kernel.shared_bytes,
+        }
+
+    def __call__(self) -> int:
+        kernel = self.kernel
+        (status,) = kernel._launch(
+            kernel._function, self._n_blocks, self._n_rows, 1, kernel.threads, 1, 1, kernel.shared_bytes, self._stream,
+            self._arguments.list_address, 0,
+        )  # fmt: skip
+        return status
 
 
 class Recorder:

@@ -56,8 +56,8 @@ class FusedRuntime:
         owner.use()
         self.model = DeviceModel(spec, params, owner, dtype, deterministic=deterministic)
         self._order = self.model.order
-        self._gradients = GradientRuns(self.model)
-        self._losses = PendingLosses(owner, self._order)
+        self.gradients = GradientRuns(self.model)
+        self.losses = PendingLosses(owner, self._order)
         self._training: Training | None = None
         self._unavailable: dict[tuple, EngineUnavailable] = {}  # second derivatives that can't be had, and why
 
@@ -78,6 +78,11 @@ class FusedRuntime:
         """Address of the parameters of inference, as kernels read them."""
         kept = None if self._training is None else self._training.kept
         return self.model.parameters if kept is None else kept
+
+    @property
+    def may_keep_parameters(self) -> bool:
+        """Whether `inference_parameters` may become another one from call to call."""
+        return self._training is not None and self._training.optimizer.keeps
 
     def set_max_level(self, max_level: float | np.ndarray | None) -> None:
         self.model.set_max_level(max_level)
@@ -151,7 +156,7 @@ class FusedRuntime:
         input: ArrayView | None,
         stream: int | None = None,
     ) -> None:
-        model, gradients, size = self.model, self._gradients, x.shape[0]
+        model, gradients, size = self.model, self.gradients, x.shape[0]
         stream = model.arrays.begin(stream, x, dL_dy, params, input)
         address, stride = model.arrays.read("x", x, stream)
         job = backward_job(
@@ -187,7 +192,7 @@ class FusedRuntime:
         input: ArrayView,
         stream: int | None = None,
     ) -> None:
-        model, gradients, arrays, size = self.model, self._gradients, self.model.arrays, x.shape[0]
+        model, gradients, arrays, size = self.model, self.gradients, self.model.arrays, x.shape[0]
         stream = arrays.begin(stream, x, dL_ddLdinput, dL_dy, dL_doutput, params, input)
         address, stride = arrays.read("x", x, stream)
         levels, level_stride = model.levels_of(size)
@@ -226,7 +231,7 @@ class FusedRuntime:
         model = self.model
         job = second_order_job(
             self.spec, x_dtype.name, aligned, directions_dtype.name, gradient_dtype.name, dtype=model.format.dtype,
-            **self._gradients.kinds,
+            **self.gradients.kinds,
         )  # fmt: skip
         return SecondOrderProgram(model.toolbox, job, model.workspace, model.constants())
 
@@ -236,8 +241,8 @@ class FusedRuntime:
         made = make_optimizer(optimizer, Slice(0, ParameterSizes(self.model.n_params, self.spec.layer_shapes)))
         self.device.use()
         self._free_training()
-        self.model.configuration += 1
-        self._training = Training(self.model, self._gradients, self._losses, made, loss)
+        self.model.validity.reconfigured()
+        self._training = Training(self.model, self.gradients, self.losses, made, loss)
 
     def _free_training(self) -> None:
         training, self._training = self._training, None
@@ -293,7 +298,7 @@ class FusedRuntime:
     @property
     def configuration(self) -> int:
         """Changes with what recorded calls depend on; what it was never comes again."""
-        return self.model.configuration
+        return self.model.validity.configuration
 
     def record_step(self, x: ArrayView, y: ArrayView) -> tuple[Loss, RecordedStep | None]:
         """`training_step` on the default stream, and what repeats it if something can."""
@@ -302,18 +307,6 @@ class FusedRuntime:
     def record_inference(self, x: ArrayView, out: ArrayView) -> RecordedInference | None:
         """`inference` on the default stream, and what repeats it if something can."""
         return record_inference(self, x, out)
-
-    @leaves_in_order
-    def repeat_step(self, recorded: RecordedStep) -> Loss:
-        """`training_step` once more, on the arrays and with the kernels of a recorded one that still holds."""
-        return self.training.repeat(recorded)
-
-    @leaves_in_order
-    def repeat_inference(self, recorded: RecordedInference) -> None:
-        """`inference` once more, as `repeat_step`."""
-        self.device.use()
-        self._order.enter(0)
-        recorded.launch()
 
     # ------------------------------------------------------------------------------------------ rest
     def explain(self) -> Explanation:
@@ -331,10 +324,11 @@ class FusedRuntime:
 
     def close(self) -> None:
         """Fetch the losses that somebody still holds, then free all device memory."""
+        self.model.validity.reconfigured()  # first: no recorded call comes between
         self.device.use()
-        self._losses.fetch(self._order.join())
+        self.losses.fetch(self._order.join())
         self._free_training()
-        for part in (self.model, self._gradients, self._losses):
+        for part in (self.model, self.gradients, self.losses):
             part.free()
 
 

@@ -25,6 +25,7 @@ from .jobs import Job, KernelSource, choose
 from .optimizer_contract import Optimizer, Slice
 from .plan import Architecture, KernelPlan, architecture
 from .target import OutlineTarget
+from .validity import Validity
 
 OUTLINE = OutlineTarget()
 
@@ -112,10 +113,9 @@ class Toolbox:
 class Workspace:
     """Device memory that programs of one model share; each piece grows with the largest batch seen."""
 
-    def __init__(self, device: Device):
-        self.device = device
+    def __init__(self, device: Device, validity: Validity):
+        self.device, self._validity = device, validity
         self._buffers: dict[str, DeviceBuffer] = {}
-        self.version = 0  # changes when a piece moves
 
     def get(self, name: str, n_bytes: int) -> int:
         """Address of a piece of at least `n_bytes`; its contents are lost when it grows."""
@@ -123,7 +123,7 @@ class Workspace:
         if buffer is None or buffer.size < n_bytes:
             if buffer is not None:
                 self.device.synchronize()
-                self.version += 1
+                self._validity.memory_moved()
                 del self._buffers[name]
                 buffer.free()
             buffer = self._buffers[name] = DeviceBuffer(self.device, n_bytes)
@@ -133,7 +133,7 @@ class Workspace:
         return self._buffers[name]
 
     def free(self) -> None:
-        self.version += 1
+        self._validity.memory_moved()
         for buffer in self._buffers.values():
             buffer.free()
         self._buffers.clear()
@@ -237,8 +237,8 @@ class OptimizerProgram:
     def programs(self) -> list[Program]:
         return [program for part in self._slices for program in part.programs]
 
-    def numbers(self) -> Iterator[tuple[Callable[[], dict[str, int | float]], LoadedKernel, dict[str, str]]]:
-        """(numbers, kernel, names): what a kernel is told anew in each step, by the kernel's names for it."""
+    def numbers(self) -> Iterator[tuple[Callable[[], dict[str, int | float]], dict[str, str], list[LoadedKernel]]]:
+        """(numbers, names, kernels): what kernels are told anew in each step, and their names for it."""
         for part in self._slices:
             yield from part.numbers()
 
@@ -287,11 +287,11 @@ class _SliceProgram:
         if len(self._grids) < len(self.programs):
             self._grids.append((max(1, -(-n_params // (optimizer_kernels.THREADS * job.vector_after))), 1))
 
-    def numbers(self) -> Iterator[tuple[Callable[[], dict[str, int | float]], LoadedKernel, dict[str, str]]]:
+    def numbers(self) -> Iterator[tuple[Callable[[], dict[str, int | float]], dict[str, str], list[LoadedKernel]]]:
         """See `OptimizerProgram.numbers`."""
-        for program in self.programs:
-            for link, names in self._links:
-                yield functools.partial(link.numbers, self._start), program.kernel, names
+        kernels = [program.kernel for program in self.programs]
+        for link, names in self._links:
+            yield functools.partial(link.numbers, self._start), names, kernels
 
     def run(self, partial: PartialSums, loss: int, scales: int, scale: float, stream: int, **more: float) -> None:
         self._set(

@@ -19,11 +19,11 @@ class StreamOrder:
         self.stream = 0  # of the call in progress
         self._in_call = False
         self._event: Event | None = None  # behind the last call that was on a stream of the user's
-        self._event_is_last = False  # whether no call on the default stream has come since
+        self.event_is_last = False  # whether no call on the default stream has come since
 
     def enter(self, stream: int) -> None:
         """Let `stream` wait for the work of all calls before, and become the stream of this one."""
-        if self._event_is_last:
+        if self.event_is_last:
             self._event.wait(stream)  # also where the last call's had this handle: it may be that of another stream now
         elif stream != 0:
             self.device.wait_for(0, stream)
@@ -38,13 +38,19 @@ class StreamOrder:
             if self._event is None:
                 self._event = Event(self.device)
             self._event.record(self.stream)
-        self._event_is_last = self.stream != 0
+        self.event_is_last = self.stream != 0
 
     def join(self) -> int:
         """The default stream, behind all work so far, as the stream of this call."""
         self.enter(0)
         self.leave()
         return 0
+
+    def come_back(self) -> None:
+        """Let the default stream wait for the call on a stream of the user's that came last. Until the next such call
+        its work follows by itself."""
+        self.device.use()
+        self.join()
 
     def reading(self) -> int:
         """The default stream, behind all calls that have ended, for a copy that is waited for at once; it may come

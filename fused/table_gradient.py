@@ -9,13 +9,14 @@ from .stream_order import StreamOrder
 class TableGradient:
     """Zero between calls, as every kernel that collects it leaves it. Allocated when it is first needed.
 
-    What comes between gradient kernels and the one that collects may raise: the next call then clears it.
+    is_used   whether gradient kernels have added to it and none has collected. What comes between them may raise: the
+              next call then clears it
     """
 
     def __init__(self, owner: Device, n_bytes: int, order: StreamOrder):
         self._device, self._n_bytes, self._order = owner, n_bytes, order
         self._buffer: DeviceBuffer | None = None
-        self._is_used = False
+        self.is_used = False
 
     @property
     def address(self) -> int:
@@ -29,13 +30,19 @@ class TableGradient:
 
     def take(self, stream: int) -> None:
         """For gradient kernels that come next."""
-        if self._is_used and self._buffer is not None:
+        if self.is_used:
+            self.clear(stream)
+        self.is_used = True
+
+    def clear(self, stream: int) -> None:
+        if self._buffer is not None:
+            self._device.use()
             self._buffer.fill_zero(stream)
-        self._is_used = True
+        self.is_used = False
 
     def collected(self) -> None:
         """The kernel that leaves zeros has been launched."""
-        self._is_used = False
+        self.is_used = False
 
     def free(self) -> None:
         if self._buffer is not None:

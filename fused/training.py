@@ -16,7 +16,6 @@ from .losses import CONSTANT_GRADIENT
 from .optimizer_contract import Optimizer, State
 from .pending_losses import Loss, PendingLosses
 from .programs import OptimizerProgram
-from .recorded_calls import RecordedStep
 
 CONSTANT_DTYPE = np.dtype(np.float32)  # of the gradient of ConstantGradient
 
@@ -75,7 +74,7 @@ class Training:
         model.device.use()
         stream = model.order.join()
         self.optimizer.load_state(state, stream)
-        model.configuration += 1
+        model.validity.reconfigured()
         kept = self.inference_params()
         if kept is not None:
             self._kept.upload(model.format.parameters(kept), stream)
@@ -121,25 +120,11 @@ class Training:
             scale, scales = 1.0, model.words.given_scales
         mark = gradients.next_mark()
         partial = gradients.run(program, batch, mark, stream)
-        loss, loss_address = self._losses.new(stream)
+        loss = self._losses.new(stream)
         more = {"mark": mark} | gradients.units(size)
         if not run_optimizer:
             more |= {"gradients": model.workspace.get("gradients", 4 * model.n_params), "accumulate": 0}
-        behind.run(partial, loss_address, scales, scale, stream, **more)
-        model.table_gradient.collected()
-        return loss
-
-    def repeat(self, recorded: RecordedStep) -> Loss:
-        """A step once more, on the arrays and with the kernels of a recorded one that still holds."""
-        model = self._model
-        model.device.use()
-        model.order.enter(0)
-        model.table_gradient.take(0)
-        loss, address = self._losses.new(0)
-        self.optimizer.step()
-        recorded.set(self._gradients.next_mark(), address)
-        recorded.launch()
-        recorded.turn()
+        behind.run(partial, loss.address, scales, scale, stream, **more)
         model.table_gradient.collected()
         return loss
 

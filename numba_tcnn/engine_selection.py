@@ -26,7 +26,8 @@ import numpy as np
 
 from .arrays import ArrayView, empty_like, host_view
 from .config import ConfigError
-from .engines import EngineUnavailable, Explanation, LossHandle, RecordedCall, Runtime
+from .engines import EngineUnavailable, Explanation, RecordedInference, RecordedStep, Runtime
+from .loss_values import LossValue
 from .specs import LossSpec, ModelSpec, OptimizerSpec
 
 ENGINES = ("auto", "fused", "reference")
@@ -284,8 +285,8 @@ class SelectedEngine:
         external_gradient: ArrayView | None,
         run_optimizer: bool,
         stream: int | None,
-    ) -> LossHandle:
-        def operation(runtime: Runtime) -> LossHandle:
+    ) -> LossValue:
+        def operation(runtime: Runtime) -> LossValue:
             arrays = {"data_pdf": data_pdf, "external_gradient": external_gradient}
             if runtime.name == "fused":
                 return runtime.training_step(x, y, **arrays, run_optimizer=run_optimizer, stream=stream)
@@ -304,10 +305,10 @@ class SelectedEngine:
         """Differs where a recorded call can't hold, whatever its arrays; None where none can be recorded."""
         return self.runtime.configuration if self.jit_fusion else None
 
-    def record_step(self, x: ArrayView, y: ArrayView) -> tuple[LossHandle, RecordedCall | None]:
+    def record_step(self, x: ArrayView, y: ArrayView) -> tuple[LossValue, RecordedStep | None]:
         """`training_step`, and what repeats it if something can."""
 
-        def operation(runtime: Runtime) -> tuple[LossHandle, RecordedCall | None]:
+        def operation(runtime: Runtime) -> tuple[LossValue, RecordedStep | None]:
             if runtime.name == "fused":
                 return runtime.record_step(x, y)
             return runtime.training_step(x.on_host(), y.on_host()), None
@@ -318,7 +319,7 @@ class SelectedEngine:
             self.parameters_version += 1
         return result
 
-    def record_inference(self, x: ArrayView, out: ArrayView) -> RecordedCall | None:
+    def record_inference(self, x: ArrayView, out: ArrayView) -> RecordedInference | None:
         """`inference`, and what repeats it if something can."""
         with self._one_at_a_time:
             if self.runtime.name != "fused":
@@ -327,14 +328,24 @@ class SelectedEngine:
             self._check_device(x, out)
             return self.run(lambda runtime: runtime.record_inference(x, out))
 
-    def repeat(self, call: RecordedCall, *, is_step: bool) -> tuple[bool, Any]:
-        """(whether a recorded call still holds and has been made again, its result)."""
-        with self._one_at_a_time:
-            if not call.holds_for(self.runtime):
-                return False, None
-            result = call()
-            self.parameters_version += is_step
-        return True, result
+    def repeat_step(self, call: RecordedStep) -> LossValue | None:
+        """The loss of a recorded step that has been made again; None where it no longer holds."""
+        self._one_at_a_time.acquire()  # a `with` would take twice as long
+        try:
+            loss = call.repeat()
+            if loss is not None:
+                self.parameters_version += 1
+        finally:
+            self._one_at_a_time.release()
+        return loss
+
+    def repeat_inference(self, call: RecordedInference) -> bool:
+        """Whether a recorded inference still holds and has been made again."""
+        self._one_at_a_time.acquire()
+        try:
+            return call.repeat()
+        finally:
+            self._one_at_a_time.release()
 
     def _check_device(self, *arrays: ArrayView | None) -> None:
         if not self.jit_fusion:

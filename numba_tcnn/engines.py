@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .arrays import ArrayView
+from .loss_values import LossValue
 from .specs import LossSpec, ModelSpec, OptimizerSpec
 
 
@@ -64,20 +65,18 @@ class Explanation:
         return "\n".join([*lines, *self.notes])
 
 
-class LossHandle(Protocol):
-    """A training step's loss; reading it may wait for the device."""
+class RecordedStep(Protocol):
+    """A training step between two arrays that a fused runtime can make again at little host cost."""
 
-    def value(self) -> float: ...
+    def repeat(self) -> LossValue | None:
+        """Make it again; None, and nothing done, where it no longer holds."""
 
 
-class RecordedCall(Protocol):
-    """A call between two arrays that a fused runtime can make again at little host cost."""
+class RecordedInference(Protocol):
+    """Likewise an inference."""
 
-    def holds_for(self, runtime: object) -> bool:
-        """Whether it can still be made, by this runtime."""
-
-    def __call__(self) -> Any:
-        """Make it again; what the call gives."""
+    def repeat(self) -> bool:
+        """Make it again; False, and nothing done, where it no longer holds."""
 
 
 class Runtime(Protocol):
@@ -152,7 +151,7 @@ class Runtime(Protocol):
         external_gradient: ArrayView | None = None,
         run_optimizer: bool = True,
         stream: int | None = None,
-    ) -> LossHandle: ...
+    ) -> LossValue: ...
 
     learning_rate: float
     step: int  # optimizer steps asked for, skipped ones included

@@ -277,10 +277,9 @@ class Module(NotPickled):
         dtype   of the result without `out`: float32 or float16 (float64 from a model that computes in it)
         stream  CUDA stream handle to launch on; by default the one on which x becomes ready
         """
-        can_repeat = stream is None and never_move(x, out)
-        if can_repeat:
+        if stream is None:
             call = self._repeated.find(x, out)
-            if call is not None and self.engine.repeat(call, is_step=False)[0]:
+            if call is not None and self.engine.repeat_inference(call):
                 return out
         inputs = self._inputs(x)
         shape = (inputs.shape[0], self.n_output_dims)
@@ -294,7 +293,7 @@ class Module(NotPickled):
             output = self.engine.empty_like(inputs, shape, dtype)
         else:
             output = self._output(out, shape)
-        can_repeat = can_repeat and inputs.shape[0] > 0 and inputs.array is x
+        can_repeat = stream is None and never_move(x, out) and inputs.shape[0] > 0 and inputs.array is x
         if can_repeat and self._repeated.should_record(x, out, self.engine.configuration):
             self._repeated.keep(x, out, self.engine.record_inference(inputs, output))
             return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +24,20 @@ def never_move(a: Any, b: Any) -> bool:
     return getattr(type(a), "never_moves", False) and getattr(type(b), "never_moves", False)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pair:
     """Two arrays, by weak reference, that came while the engine had this `configuration`.
 
     attempts  recordings that came back incomplete, one after the other
+    has_come  whether they have come again since the pair was last in danger of having to go
     """
 
     a: weakref.ref
     b: weakref.ref
     configuration: object
-    call: Callable | None = None
+    call: Any = None
     attempts: int = 0
+    has_come: bool = False
 
     def is_of(self, a: Any, b: Any) -> bool:
         """Whether these are the arrays; others may have got their ids since."""
@@ -44,18 +45,20 @@ class _Pair:
 
 
 class RepeatedCalls:
-    """The `MAX_PAIRS` pairs of arrays that came last, none of which this keeps alive, with the calls recorded."""
+    """The calls that were recorded between up to `MAX_PAIRS` pairs of arrays, none of which this keeps alive.
+
+    Where there are more pairs, the oldest goes that has not come again lately.
+    """
 
     def __init__(self):
         self._pairs: OrderedDict[tuple[int, int], _Pair] = OrderedDict()
 
-    def find(self, a: Any, b: Any) -> Callable | None:
-        """The call that was recorded between these arrays, which may hold no longer."""
-        key = id(a), id(b)
-        pair = self._pairs.get(key)
-        if pair is None or not pair.is_of(a, b):
+    def find(self, a: Any, b: Any) -> Any:
+        """The call that was recorded between these arrays, which may hold no longer; None without one."""
+        pair = self._pairs.get((id(a), id(b)))
+        if pair is None or pair.a() is not a or pair.b() is not b:
             return None
-        self._pairs.move_to_end(key)
+        pair.has_come = True
         return pair.call
 
     def should_record(self, a: Any, b: Any, configuration: object) -> bool:
@@ -69,13 +72,21 @@ class RepeatedCalls:
         pair = self._pairs.get(key)
         if pair is not None and pair.is_of(a, b) and pair.configuration == configuration:
             return pair.attempts < MAX_ATTEMPTS
+        self._pairs.pop(key, None)
+        if len(self._pairs) >= MAX_PAIRS:
+            self._drop_one()
         self._pairs[key] = _Pair(weakref.ref(a), weakref.ref(b), configuration)
-        self._pairs.move_to_end(key)
-        if len(self._pairs) > MAX_PAIRS:
-            self._pairs.popitem(last=False)
         return False
 
-    def keep(self, a: Any, b: Any, call: Callable | None) -> None:
+    def _drop_one(self) -> None:
+        while True:
+            key, pair = self._pairs.popitem(last=False)
+            if not pair.has_come:
+                return
+            pair.has_come = False
+            self._pairs[key] = pair  # another chance, behind all others
+
+    def keep(self, a: Any, b: Any, call: Any) -> None:
         """What recording gave, after `should_record` had said so; None: it was incomplete."""
         pair = self._pairs.get((id(a), id(b)))
         if pair is None:  # other threads' arrays took its place meanwhile

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import total_ordering
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -12,54 +10,13 @@ import numpy as np
 from .arrays import ArrayView, host_view
 from .config_losses import check_loss
 from .config_optimizers import check_size
-from .engines import Explanation, LossHandle
+from .engines import Explanation
 from .initial_values import initial_params
+from .loss_values import LossValue
 from .modules import Module, NotPickled
 from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, create_optimizer, non_negative
 from .perturbation import LogisticNoise
 from .repeated_calls import RepeatedCalls, never_move
-
-
-@total_ordering
-class LossValue:
-    """The loss of one training step, averaged over samples and outputs. Reading it waits for the device, once.
-
-    Read it with `float(loss)`, in a format string, as an array, or by comparing it with a number or another loss. It
-    keeps the value of its own step.
-    """
-
-    def __init__(self, handle: LossHandle | float):
-        self._handle: LossHandle | None = None if isinstance(handle, float) else handle
-        self._value = handle if isinstance(handle, float) else None
-
-    def __float__(self) -> float:
-        if self._value is None:
-            self._value = float(self._handle.value())
-            self._handle = None
-        return self._value
-
-    def __format__(self, format_spec: str) -> str:
-        return format(float(self), format_spec)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(float(self), dtype or np.float64)
-
-    def __round__(self, n_digits: int | None = None) -> float:
-        return round(float(self), n_digits)
-
-    def __eq__(self, other: object) -> bool:
-        return float(self) == float(other) if isinstance(other, LossValue | Real) else NotImplemented
-
-    def __lt__(self, other: object) -> bool:
-        return float(self) < float(other) if isinstance(other, LossValue | Real) else NotImplemented
-
-    __hash__ = None  # it compares by a value that hashing would have to wait for
-
-    def __repr__(self) -> str:
-        return f"LossValue({float(self)!r})"
-
-    def __str__(self) -> str:
-        return str(float(self))
 
 
 class Trainer(NotPickled):
@@ -113,35 +70,35 @@ class Trainer(NotPickled):
 
         A batch of 0 samples changes nothing and has loss 0.
         """
-        network = self.network
         is_plain = data_pdf is None and external_gradient is None and run_optimizer and stream is None
-        can_repeat = is_plain and self._noise is None and never_move(x, y)
-        if can_repeat:
+        if is_plain:
             call = self._repeated.find(x, y)
             if call is not None:
-                done, handle = network.engine.repeat(call, is_step=True)
-                if done:
-                    return LossValue(handle)
-        inputs = network._inputs(x)
-
-        def matching(array: Any, name: str) -> ArrayView | None:
-            if array is None:
-                return None
-            v = network._batch(array, name, network.n_output_dims)
-            if v.shape[0] != inputs.shape[0]:
-                raise ValueError(f"{name} has {v.shape[0]} rows, x has {inputs.shape[0]}")
-            return v
-
-        targets = matching(y, "y")
+                loss = self.network.engine.repeat_step(call)
+                if loss is not None:
+                    return loss
+        inputs = self.network._inputs(x)
+        targets = self._rows(y, "y", inputs)
         if targets is None and external_gradient is None:
             raise TypeError("y may be None only where external_gradient is given")
+        can_repeat = is_plain and self._noise is None and never_move(x, y)
         can_repeat = can_repeat and inputs.shape[0] > 0 and inputs.array is x and targets.array is y
-        if can_repeat and self._repeated.should_record(x, y, network.engine.configuration):
-            handle, call = network.engine.record_step(inputs, targets)
+        if can_repeat and self._repeated.should_record(x, y, self.network.engine.configuration):
+            loss, call = self.network.engine.record_step(inputs, targets)
             self._repeated.keep(x, y, call)
-            return LossValue(handle)
-        density, gradient = matching(data_pdf, "data_pdf"), matching(external_gradient, "external_gradient")
+            return loss
+        density = self._rows(data_pdf, "data_pdf", inputs)
+        gradient = self._rows(external_gradient, "external_gradient", inputs)
         return self._step(inputs, targets, density, gradient, run_optimizer, stream)
+
+    def _rows(self, array: Any, name: str, inputs: ArrayView) -> ArrayView | None:
+        """An array of one row for each row of x, if given."""
+        if array is None:
+            return None
+        v = self.network._batch(array, name, self.network.n_output_dims)
+        if v.shape[0] != inputs.shape[0]:
+            raise ValueError(f"{name} has {v.shape[0]} rows, x has {inputs.shape[0]}")
+        return v
 
     def _step(
         self,
@@ -156,11 +113,11 @@ class Trainer(NotPickled):
         if x.shape[0] == 0:
             return LossValue(0.0)
         stream = stream if stream is not None else x.stream
-        loss = None
+        perturbed = None
         if self._noise is not None and external_gradient is None:
-            loss, gradient = self._perturbed_loss(x, y, data_pdf, stream)
+            perturbed, gradient = self._perturbed_loss(x, y, data_pdf, stream)
             y, data_pdf, external_gradient = None, None, host_view(gradient)
-        handle = self.network.engine.training_step(
+        loss = self.network.engine.training_step(
             x,
             y,
             data_pdf=data_pdf,
@@ -168,7 +125,7 @@ class Trainer(NotPickled):
             run_optimizer=run_optimizer,
             stream=stream,
         )
-        return LossValue(handle if loss is None else loss)
+        return loss if perturbed is None else LossValue(perturbed)
 
     def _perturbed_loss(
         self, x: ArrayView, y: ArrayView, data_pdf: ArrayView | None, stream: int | None

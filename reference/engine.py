@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import numpy as np
 
 from numba_tcnn.arrays import ArrayView
 from numba_tcnn.engines import Explanation
 from numba_tcnn.layout import n_params
+from numba_tcnn.loss_values import LossValue
 from numba_tcnn.specs import LossSpec, ModelSpec, OptimizerSpec
 
 from .losses import loss_function
 from .model import Model
 from .optimizer_contract import Optimizer, State
 from .optimizers import make_optimizer
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss that is already known."""
-
-    number: float
-
-    def value(self) -> float:
-        return self.number
 
 
 class ReferenceRuntime:
@@ -139,7 +129,7 @@ class ReferenceRuntime:
         external_gradient: ArrayView | None = None,
         run_optimizer: bool = True,
         stream: int | None = None,
-    ) -> Loss:
+    ) -> LossValue:
         """With an external gradient there is no loss; its value is then 0."""
         optimizer, loss = self._training(), 0.0
         if external_gradient is not None:
@@ -154,7 +144,7 @@ class ReferenceRuntime:
             optimizer.step(self.params, self.gradients.astype(np.float32, copy=False) if finite else None)
             self._skipped_steps += not finite
             self._refresh()
-        return Loss(loss)
+        return LossValue(loss)
 
     @property
     def learning_rate(self) -> float:

@@ -2,7 +2,8 @@
 
 Device memory is the emulator's global memory, full of NaN where nothing was written. Streams are lazy: work queued on
 one happens when somebody waits for it, and not before, so that a missing wait gives a wrong result instead of a lucky
-one. (The driver's own default stream would wait for others; this one does not.) Kernels come from `EmulatedCompiler`,
+one. (The driver's own default stream would wait for others; this one does not.) Native code finds two of its functions
+by their addresses, and gets back here. Kernels come from `EmulatedCompiler`,
 which gives bodies names in place of machine code.
 """
 
@@ -12,6 +13,7 @@ import ctypes
 import gc
 import itertools
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +45,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_NOT_FOUND = 500
     CUDA_ERROR_LAUNCH_FAILED = 719
     CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803
+    CUDA_ERROR_UNKNOWN = 999
 
 
 class CUdevice_attribute(IntEnum):
@@ -66,6 +69,15 @@ class CUfunction_attribute(IntEnum):
 
 
 SUCCESS = CUresult.CUDA_SUCCESS
+
+FIRST_CONTEXT = 100
+"""The handle of device 0's context; those of the others follow."""
+
+SET_CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+LAUNCH_KERNEL = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+)
+"""The driver's functions as native code calls them."""
 
 
 class DeviceMemory(GlobalMemory):
@@ -113,6 +125,9 @@ class Event:
 
 @dataclass
 class Function:
+    """`int(function)` is its handle, as that of cuda.bindings' CUfunction."""
+
+    number: int
     make_body: Callable
     threads: int
     max_shared_bytes: int = 0
@@ -121,6 +136,9 @@ class Function:
     @property
     def parameters(self) -> tuple[tuple[str, str], ...]:
         return self.make_body(OUTLINE).parameters
+
+    def __int__(self) -> int:
+        return self.number
 
 
 @dataclass
@@ -169,6 +187,12 @@ class EmulatedDriver:
         self.shuffle: np.random.Generator | None = None  # the order of a launch's blocks
         self.device_of: Callable[[int], int] = lambda address: 0  # which device holds an address
         self._current = threading.local()
+        self._functions: list[Function] = []
+        self._native = {
+            b"cuCtxSetCurrent": SET_CONTEXT(self._set_context),
+            b"cuLaunchKernel": LAUNCH_KERNEL(self._launch),
+        }
+        self.native_calls: list[str] = []
         self._target = emulator_target(10 * capability[0] + capability[1])
 
     # ------------------------------------------------------------------------------------- streams
@@ -245,7 +269,7 @@ class EmulatedDriver:
         return (SUCCESS, index)
 
     def cuDevicePrimaryCtxRetain(self, device):
-        return (self.failing.get("cuDevicePrimaryCtxRetain", SUCCESS), f"context {device}")
+        return (self.failing.get("cuDevicePrimaryCtxRetain", SUCCESS), device + FIRST_CONTEXT)
 
     def cuDeviceGetAttribute(self, attribute, device):
         values = {
@@ -274,7 +298,7 @@ class EmulatedDriver:
     def cuCtxGetDevice(self):
         if status := self._status("cuCtxGetDevice"):
             return (status, None)
-        return (SUCCESS, int(self._current.context.removeprefix("context ")))
+        return (SUCCESS, self._current.context - FIRST_CONTEXT)
 
     # --------------------------------------------------------------------------------------- memory
     def cuPointerGetAttribute(self, attribute, pointer):
@@ -322,7 +346,8 @@ class EmulatedDriver:
     def cuModuleGetFunction(self, module, name):
         if name != b"emulated":
             return (CUresult.CUDA_ERROR_NOT_FOUND, None)
-        return (SUCCESS, Function(*self.compiler.made[module]))
+        self._functions.append(Function(len(self._functions) + 1, *self.compiler.made[module]))
+        return (SUCCESS, self._functions[-1])
 
     def cuModuleUnload(self, module):
         return (SUCCESS,)
@@ -362,6 +387,32 @@ class EmulatedDriver:
             )  # fmt: skip
 
         return self._queue(stream, work)
+
+    # ------------------------------------------------------------------------------- native functions
+    def cuGetProcAddress(self, name, version, flags):
+        """Functions that native code may call: those of this object, whatever they are then."""
+        if version > self.version:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE, None, 0)
+        return (SUCCESS, ctypes.cast(self._native[name], ctypes.c_void_p).value, 0)
+
+    def _set_context(self, context: int | None) -> int:
+        self.native_calls.append("cuCtxSetCurrent")
+        return self._status_of(lambda: self.cuCtxSetCurrent(context))
+
+    def _launch(self, function: int, *arguments: int | None) -> int:
+        self.native_calls.append("cuLaunchKernel")
+        *sizes, stream, pointers, extra = arguments
+        return self._status_of(
+            lambda: self.cuLaunchKernel(self._functions[function - 1], *sizes, stream or 0, pointers, extra or 0)
+        )
+
+    def _status_of(self, call: Callable[[], tuple]) -> int:
+        """No exception can pass native code: that of a failed assertion is a status that fails the test."""
+        try:
+            return int(call()[0])
+        except Exception:
+            traceback.print_exc()
+            return int(CUresult.CUDA_ERROR_UNKNOWN)
 
 
 def host_bytes(address: int, n_bytes: int) -> np.ndarray:

@@ -48,7 +48,7 @@ def batch(size: int, seed: int = 1, n_in: int = 2, n_out: int = 3) -> tuple[np.n
 
 def step(twin: ReferenceRuntime, x: np.ndarray, y: np.ndarray | None, **arrays: Any) -> float:
     views = {name: view(a) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}
-    return twin.training_step(view(x), None if y is None else view(y), **views).value()
+    return float(twin.training_step(view(x), None if y is None else view(y), **views))
 
 
 def predict(twin: ReferenceRuntime, x: np.ndarray) -> np.ndarray:

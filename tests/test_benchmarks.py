@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import numba_tcnn as tcnn
-from benchmarks import cases, device_timing, ledger_rows, plans, stages, verify
+from benchmarks import cases, device_timing, host_time, ledger_rows, plans, stages, verify
+from benchmarks.null_driver import no_device
 from numba_tcnn.config import config_parts, parse_loss, parse_model, parse_optimizer
+from numba_tcnn.fused.native_launches import LaunchList
 
 NAME = "mlp_only_w16_h2"
 LEDGER_FIELDS = {"config", "batch", "train_ms", "infer_ms", "infer_half_ms", "first_train_s"}
@@ -281,7 +284,7 @@ def test_stages_are_told_and_written(on_host, capsys, monkeypatch, tmp_path):
         trainer.explain = lambda: SimpleNamespace(kernels=kernels)
         return trainer
 
-    def timed(call):
+    def timed(trainer, call):
         call(5)
         return stage_times[next(counts)]
 
@@ -300,3 +303,46 @@ def test_stages_are_told_and_written(on_host, capsys, monkeypatch, tmp_path):
     assert (train["config"], train["batch"], train["call"], train["us"]) == (NAME, 256, "train", 250.0)
     assert [kernel["kernel"] for kernel in infer["kernels"]] == ["inference"] and infer["call"] == "infer"
     assert stages.main(["none"]) == 2 and "no configuration none" in capsys.readouterr().err
+
+
+def test_launches_of_recorded_calls_are_noted(monkeypatch):
+    """While they are made one by one; before and after, calls are recorded to be launched by a native function."""
+    with no_device():
+        (case,) = cases.load_cases(["image_hash"])
+        trainer, data = case.make_trainer(), cases.DeviceData.of(case, 1024)
+        x, y = data.x[0], data.y[0]
+
+        def record() -> LaunchList:
+            for _ in range(3):
+                trainer.training_step(x, y)
+            return trainer._repeated.find(x, y).launches
+
+        def is_native(launches: LaunchList) -> bool:
+            return launches.run != launches.through_bindings
+
+        names: list[str] = []
+        assert is_native(record())
+        with stages.one_by_one(trainer):
+            assert not is_native(record())
+            with stages.every_launch(names.append):
+                trainer.training_step(x, y)
+        assert names == ["gradient", "adam"] and is_native(record())
+
+
+# --------------------------------------------------------------------------------------------- host time
+
+
+def test_the_parts_of_a_call_are_told_without_a_device(capsys, monkeypatch):
+    monkeypatch.setattr(host_time, "device_status", lambda index: SimpleNamespace(usable=False))
+    monkeypatch.setattr(host_time, "REPEATS", 2)
+    assert host_time.main(["--configs", "mlp_only_w64_h2"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "microseconds a call; no device, launches do nothing"
+    number = r"(-?\d+\.\d\d)"  # what is subtracted is measured too
+    for line, (call, n) in zip(lines, (("training", 2), ("inference", 1)), strict=True):
+        told = re.fullmatch(
+            rf"mlp_only_w64_h2 {call}: whole call {number}, {n} launches {number}, own Python {number}", line
+        )
+        whole, native, own = (float(part) for part in told.groups())
+        assert own == pytest.approx(whole - native, abs=0.02) and own > 0
+    assert host_time.main(["--configs", "none"]) == 2 and "no configuration none" in capsys.readouterr().err

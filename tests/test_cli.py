@@ -386,11 +386,12 @@ class SlowDevice:
         self.now += self.launch
         self.idle_from = done = max(self.now, self.idle_from) + self.step
 
-        def wait() -> float:
-            self.now = max(self.now, done)
-            return 0.5
+        class Waiting(LossValue):
+            def __float__(loss) -> float:
+                self.now = max(self.now, done)
+                return 0.5
 
-        return LossValue(SimpleNamespace(value=wait))
+        return Waiting(0.5)
 
     def inference(self, x):
         return np.zeros((len(x), 3), np.float32)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated_driver import EmulatedDriver, installed
+from emulated_driver import FIRST_CONTEXT, EmulatedDriver, installed
 from emulation import emulator_target
 from test_fused_emulator import BarrierMutation
 from test_fused_kernels import assert_outputs_agree, make_params, make_spec
@@ -301,7 +301,7 @@ def test_levels_that_are_off_are_refused(driver: EmulatedDriver) -> None:
 
 def test_a_kernel_on_another_device(driver: EmulatedDriver) -> None:
     params = tcnn.create_from_config(2, 3, CONFIG, strict=True).device_params
-    driver.cuCtxSetCurrent("context 1")
+    driver.cuCtxSetCurrent(FIRST_CONTEXT + 1)
     with pytest.raises(ValueError, match="a kernel on CUDA device 1 was given the parameters of a model on device 0"):
         launch(params)
 

@@ -135,8 +135,8 @@ def test_a_loss_without_an_optimizer_step(gpu: EmulatedDriver, no_reference: Non
 
 
 def test_losses_keep_the_value_of_their_step(gpu, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
-    """Three slots for eight losses, read in the end, backwards; two are never read."""
-    monkeypatch.setattr(pending_losses, "LOSS_SLOTS", 3)
+    """Six places for eight losses, read in the end, backwards; two are never read."""
+    monkeypatch.setattr(pending_losses, "PAGE_SLOTS", 3)
     model = make()
     twin = reference_of(model)
     x, y = batch(20)
@@ -152,7 +152,7 @@ def test_losses_keep_the_value_of_their_step(gpu, monkeypatch: pytest.MonkeyPatc
 
 def test_losses_are_fetched_together(gpu, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
     """Who keeps every loss, as `fit` does, waits for the device once in as many steps as there are slots."""
-    monkeypatch.setattr(pending_losses, "LOSS_SLOTS", 4)
+    monkeypatch.setattr(pending_losses, "PAGE_SLOTS", 2)
     model = make()
     twin = reference_of(model)
     x, y = batch(20)
@@ -167,6 +167,17 @@ def test_losses_are_fetched_together(gpu, monkeypatch: pytest.MonkeyPatch, no_re
     assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-4)
 
 
+def test_who_keeps_the_last_loss_only_does_not_wait(gpu, monkeypatch: pytest.MonkeyPatch, no_reference: None) -> None:
+    monkeypatch.setattr(pending_losses, "PAGE_SLOTS", 2)
+    model = make()
+    given = tuple(to_device(a) for a in batch(20))
+    monkeypatch.delattr(EmulatedDriver, "cuMemcpyDtoHAsync")
+    loss = None
+    for _ in range(11):
+        loss = model.trainer.training_step(*given)
+    assert loss is not None
+
+
 def test_the_loss_is_not_read_before_it_is_asked_for(gpu: EmulatedDriver, no_reference: None) -> None:
     """On device arrays a step only queues work."""
     model = make()
@@ -175,7 +186,10 @@ def test_the_loss_is_not_read_before_it_is_asked_for(gpu: EmulatedDriver, no_ref
     gpu.run_everything()
     loss = model.trainer.training_step(x, y)
     assert gpu._queues[0], "a step waited for the device"
-    assert float(loss) > 0 and not gpu._queues[0]
+    value = float(loss)
+    assert value > 0 and not gpu._queues[0]
+    model.trainer.training_step(x, y)
+    assert float(loss) == value and gpu._queues[0], "a loss was read a second time"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

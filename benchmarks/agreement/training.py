@@ -87,7 +87,7 @@ class TrainingData:
         runtime.learning_rate = rate
         x, y = host_view(self.numbers), host_view(self.y)
         density = None if density is None else host_view(density.astype(np.float32))
-        losses = [runtime.training_step(x, y, data_pdf=density).value() for _ in range(n_steps)]
+        losses = [float(runtime.training_step(x, y, data_pdf=density)) for _ in range(n_steps)]
         outputs = np.empty(self.y.shape, np.float32)
         runtime.inference(x, host_view(outputs))
         return ReferenceRun(runtime, np.array(losses), outputs)
