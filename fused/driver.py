@@ -341,18 +341,19 @@ class RecordedLaunch:
         i, _ = self.kernel.places[name]
         self._arguments.addresses[i] = address
 
-    def in_numbers(self) -> dict[str, int]:
-        """The launch as `native_launches.Launch` names its parts."""
-        kernel = self.kernel
-        return {
-            "function": int(kernel._function),
-            "arguments": self._arguments.list_address,
-            "stream": self._stream,
-            "n_blocks": self._n_blocks,
-            "n_rows": self._n_rows,
-            "threads": kernel.threads,
-            "shared_bytes": kernel.shared_bytes,
-        }
+    @property
+    def grid(self) -> tuple[int, int, int, int, int]:
+        """Blocks, rows of blocks, threads, bytes of shared memory, stream."""
+        return self._n_blocks, self._n_rows, self.kernel.threads, self.kernel.shared_bytes, self._stream
+
+    @property
+    def function(self) -> int:
+        return int(self.kernel._function)
+
+    @property
+    def arguments(self) -> int:
+        """Address of the list of arguments' addresses."""
+        return self._arguments.list_address
 
     def __call__(self) -> int:
         kernel = self.kernel

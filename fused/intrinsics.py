@@ -50,6 +50,21 @@ def make_intrinsic(cc: int, arguments: Sequence, result, body: Callable):
     return numba_intrinsic(typing)
 
 
+def make_take_turn(cc: int):
+    """take_turn(): a kernel's first statement, which orders it among the kernels of a stream; see PTX, griddepcontrol.
+
+    A kernel may be launched so that its blocks start while the one before still runs (programmatic dependent launch).
+    They wait here until that one has ended and all that it wrote is there, and then let the next kernel's blocks come.
+    As every kernel waits before it does anything, what was written by kernels further back is there as well.
+    """
+
+    def take_turn(e):
+        e.asm([], "griddepcontrol.wait;", "~{memory}")
+        e.asm([], "griddepcontrol.launch_dependents;", "~{memory}")
+
+    return make_intrinsic(cc, (), "void", take_turn)
+
+
 @numba_intrinsic
 def map_fragment(typing_context, function, *operands):
     """Call a scalar device function on every element of some fragments, inlined: map_fragment(f, F, G, s).

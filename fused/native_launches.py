@@ -18,9 +18,10 @@ from typing import Any
 
 from . import driver
 from .driver import Device, RecordedLaunch, check
+from .target import TURNS_SINCE
 
 SIGNATURES_OF = 12000
-"""The CUDA version whose cuCtxSetCurrent and cuLaunchKernel are called, as cuGetProcAddress counts: 12.0, which every
+"""The CUDA version whose cuCtxSetCurrent and cuLaunchKernelEx are called, as cuGetProcAddress counts: 12.0, which every
 driver has that we use."""
 
 PER_THREAD_STREAMS = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
@@ -28,18 +29,38 @@ PER_THREAD_STREAMS = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 of a function found by its address."""
 
 
-class Launch(ctypes.Structure):
-    """What `ASSEMBLY` knows as %Launch: addresses and handles, numbers of blocks, rows of blocks, threads, bytes."""
+class Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute, for a value that is a number."""
 
     _fields_ = [
-        ("function", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),  # of cuLaunchKernel's kernelParams
-        ("stream", ctypes.c_void_p),
-        ("n_blocks", ctypes.c_uint32),
-        ("n_rows", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
+        ("id", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+        ("value", ctypes.c_uint32),
+        ("rest", ctypes.c_uint8 * 60),
     ]
+
+
+OVERLAP = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: blocks may start while the stream's kernel before still runs,
+and wait for it themselves (`intrinsics.make_take_turn`). What lies between two kernels, some 1 to 2 us, mostly goes."""
+
+
+class Config(ctypes.Structure):
+    """The driver's CUlaunchConfig: grid and block by axis, bytes of shared memory, a stream, attributes."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint32),
+    ]
+
+
+class Launch(ctypes.Structure):
+    """What `ASSEMBLY` knows as %Launch: what cuLaunchKernelEx is given."""
+
+    _fields_ = [("config", Config), ("function", ctypes.c_void_p), ("arguments", ctypes.c_void_p)]
 
 
 class Batch(ctypes.Structure):
@@ -55,7 +76,8 @@ class Batch(ctypes.Structure):
 
 
 ASSEMBLY = """
-%Launch = type { ptr, ptr, ptr, i32, i32, i32, i32 }
+%Config = type { i32, i32, i32, i32, i32, i32, i32, ptr, ptr, i32 }
+%Launch = type { %Config, ptr, ptr }
 %Batch = type { ptr, ptr, ptr, ptr, i64 }
 
 define i64 @launch_all(ptr %address) {
@@ -76,17 +98,12 @@ next:
   br i1 %is_done, label %end, label %launch
 
 launch:
-  %launch_address = getelementptr %Launch, ptr %launches, i64 %n_done
-  %this = load %Launch, ptr %launch_address
-  %function = extractvalue %Launch %this, 0
-  %arguments = extractvalue %Launch %this, 1
-  %stream = extractvalue %Launch %this, 2
-  %n_blocks = extractvalue %Launch %this, 3
-  %n_rows = extractvalue %Launch %this, 4
-  %threads = extractvalue %Launch %this, 5
-  %shared_bytes = extractvalue %Launch %this, 6
-  %status = call i32 %launch_kernel(ptr %function, i32 %n_blocks, i32 %n_rows, i32 1, i32 %threads, i32 1, i32 1,
-                                    i32 %shared_bytes, ptr %stream, ptr %arguments, ptr null)
+  %config = getelementptr %Launch, ptr %launches, i64 %n_done
+  %at_function = getelementptr %Launch, ptr %config, i64 0, i32 1
+  %at_arguments = getelementptr %Launch, ptr %config, i64 0, i32 2
+  %function = load ptr, ptr %at_function
+  %arguments = load ptr, ptr %at_arguments
+  %status = call i32 %launch_kernel(ptr %config, ptr %function, ptr %arguments, ptr null)
   %number = add i64 %n_done, 1
   %is_launched = icmp eq i32 %status, 0
   br i1 %is_launched, label %next, label %end
@@ -125,13 +142,13 @@ def _launch_all() -> Callable[[Any], int]:
 
 
 def entry_points(bindings: ModuleType) -> tuple[int, int] | None:
-    """Addresses of the driver's cuCtxSetCurrent and cuLaunchKernel; None where they can't be had or stand for others
+    """Addresses of the driver's cuCtxSetCurrent and cuLaunchKernelEx; None where they can't be had or stand for others
     than those of cuda.bindings."""
     find = getattr(bindings, "cuGetProcAddress", None)
     if find is None or os.environ.get(PER_THREAD_STREAMS, "0") != "0":
         return None
     addresses = []
-    for name in (b"cuCtxSetCurrent", b"cuLaunchKernel"):
+    for name in (b"cuCtxSetCurrent", b"cuLaunchKernelEx"):
         status, address, *_ = find(name, SIGNATURES_OF, 0)
         if status != 0 or not address:
             return None
@@ -151,6 +168,12 @@ def launch_through_bindings(device: Device, launches: Sequence[RecordedLaunch]) 
     return 0
 
 
+def record_of(launch: RecordedLaunch, attributes: dict[str, int]) -> Launch:
+    n_blocks, n_rows, threads, shared_bytes, stream = launch.grid
+    config = Config(n_blocks, n_rows, 1, threads, 1, 1, shared_bytes, stream, **attributes)
+    return Launch(config, launch.function, launch.arguments)
+
+
 class LaunchList:
     """Launches on one device, in order.
 
@@ -162,12 +185,15 @@ class LaunchList:
         self.launches = tuple(launches)
         self.through_bindings = functools.partial(launch_through_bindings, device, self.launches)
         entries = entry_points(driver.bindings())
-        self.run = self.through_bindings if entries is None else self._native(int(device.context), *entries)
+        self.run = self.through_bindings if entries is None else self._native(device, *entries)
 
-    def _native(self, context: int, set_context: int, launch_kernel: int) -> Callable[[], int]:
-        records = (Launch * len(self.launches))(*(Launch(**launch.in_numbers()) for launch in self.launches))
-        batch = Batch(set_context, launch_kernel, context, ctypes.addressof(records), len(records))
-        self._records = records  # byref keeps the batch alive, but not what that points to
+    def _native(self, device: Device, set_context: int, launch_kernel: int) -> Callable[[], int]:
+        take_turns = device.properties.capability >= TURNS_SINCE
+        attribute = Attribute(id=OVERLAP, value=1)
+        attributes = {"attributes": ctypes.addressof(attribute), "n_attributes": 1} if take_turns else {}
+        records = (Launch * len(self.launches))(*(record_of(launch, attributes) for launch in self.launches))
+        batch = Batch(set_context, launch_kernel, int(device.context), ctypes.addressof(records), len(records))
+        self._kept = attribute, records  # byref keeps the batch alive, but not what that points to
         return functools.partial(_launch_all(), ctypes.byref(batch))
 
     def fail(self, result: int) -> None:

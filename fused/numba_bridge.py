@@ -7,6 +7,7 @@ are bridged here, so that whole kernels compile to PTX for any architecture with
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import re
 import sys
@@ -16,6 +17,7 @@ from unittest import mock
 import numpy as np
 
 from . import intrinsics, loop_hints
+from .target import TURNS_SINCE
 
 SUPPORTED = ((0, 30, 4), (0, 31))
 """numba-cuda versions, first included to last excluded."""
@@ -105,7 +107,12 @@ def _without_device(capability: tuple):
         yield
 
 
-def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int):
+@functools.cache
+def _take_turn(cc: int):
+    return intrinsics.make_take_turn(cc)
+
+
+def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int, capability: tuple):
     """`function(*own, io)` as a kernel `name` of scalar parameters; `io` is the tuple of those behind `n_own`.
 
     The function is inlined whatever its size. LLVM would rather call a large one, and a called function has fewer
@@ -116,7 +123,11 @@ def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int):
     if n_own < len(names):
         arguments = [*arguments, f"({', '.join(names[n_own:])},)"]
     namespace = {"body": cuda.jit(device=True, fastmath=True, forceinline=True)(function)}
-    exec(f"def {name}({', '.join(names)}):\n    body({', '.join(arguments)})", namespace)
+    lines = [f"body({', '.join(arguments)})"]
+    if capability[:2] >= TURNS_SINCE:
+        namespace["take_turn"] = _take_turn(10 * capability[0] + capability[1])
+        lines.insert(0, "take_turn()")
+    exec(f"def {name}({', '.join(names)}):\n    " + "\n    ".join(lines), namespace)
     return namespace[name]
 
 
@@ -136,7 +147,7 @@ def kernel_to_ptx(
     threads      most threads a block will have
     min_blocks   blocks that should fit on a multiprocessor: caps the registers
     """
-    flat = _kernel_with_flat_parameters(name, function, parameters, n_own)
+    flat = _kernel_with_flat_parameters(name, function, parameters, n_own, capability)
     signature = tuple(intrinsics.NUMBA_TYPES[kind] for _, kind in parameters)
     kernel = cuda.jit(flat, lto=False, fastmath=True, launch_bounds=(threads, min_blocks))
     return jitted_to_ptx(kernel, signature, capability, lean=True)

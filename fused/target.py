@@ -31,6 +31,10 @@ import numpy as np
 from . import emulator
 from .formats import number_format
 
+TURNS_SINCE = (9, 0)
+"""The first compute capability on which kernels take turns (`intrinsics.make_take_turn`), so that they may be launched
+to start while the one before still runs."""
+
 
 @functools.cache
 def _cuda_target(cc: int, dtype: str) -> CudaTarget:

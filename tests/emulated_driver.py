@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import struct
 import threading
 import traceback
 from collections import deque
@@ -74,10 +75,14 @@ FIRST_CONTEXT = 100
 """The handle of device 0's context; those of the others follow."""
 
 SET_CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-LAUNCH_KERNEL = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-)
+LAUNCH_KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 """The driver's functions as native code calls them."""
+
+LAUNCH_CONFIG = struct.Struct("@7I P P I")
+"""CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number."""
+
+LAUNCH_ATTRIBUTE = struct.Struct("@I 4x I 60x")
+"""CUlaunchAttribute: which, and a number."""
 
 
 class DeviceMemory(GlobalMemory):
@@ -190,7 +195,7 @@ class EmulatedDriver:
         self._functions: list[Function] = []
         self._native = {
             b"cuCtxSetCurrent": SET_CONTEXT(self._set_context),
-            b"cuLaunchKernel": LAUNCH_KERNEL(self._launch),
+            b"cuLaunchKernelEx": LAUNCH_KERNEL(self._launch),
         }
         self.native_calls: list[str] = []
         self._target = emulator_target(10 * capability[0] + capability[1])
@@ -399,11 +404,12 @@ class EmulatedDriver:
         self.native_calls.append("cuCtxSetCurrent")
         return self._status_of(lambda: self.cuCtxSetCurrent(context))
 
-    def _launch(self, function: int, *arguments: int | None) -> int:
-        self.native_calls.append("cuLaunchKernel")
-        *sizes, stream, pointers, extra = arguments
+    def _launch(self, config: int, function: int, pointers: int, extra: int | None) -> int:
+        self.native_calls.append("cuLaunchKernelEx")
+        words = LAUNCH_CONFIG.unpack_from(host_bytes(config, LAUNCH_CONFIG.size))
+        *sizes, stream, _, _ = words
         return self._status_of(
-            lambda: self.cuLaunchKernel(self._functions[function - 1], *sizes, stream or 0, pointers, extra or 0)
+            lambda: self.cuLaunchKernel(self._functions[function - 1], *sizes, stream, pointers, extra or 0)
         )
 
     def _status_of(self, call: Callable[[], tuple]) -> int:

@@ -2,8 +2,9 @@
 
 What is checked in the PTX: no arrays in local memory (a tuple or a loop that was not unrolled), no float64 (a constant
 of the wrong type), no functions beside the kernel (something that was not inlined), no comparison of float16 numbers
-that takes subnormal ones for 0 (fast mathematics does: derivatives of ReLU would be wrong). In the assembler's report:
-the spills of the plan that is taken. The benchmark's kernels on sm_90 are in test_kernel_record.py.
+that takes subnormal ones for 0 (fast mathematics does: derivatives of ReLU would be wrong), no memory that is touched
+before the kernel's turn. In the assembler's report: the spills of the plan that is taken. The benchmark's kernels on
+sm_90 are in test_kernel_record.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from numba_tcnn.fused.optimizers import make_optimizer
 from numba_tcnn.fused.plan import Architecture, StagedPlan
 from numba_tcnn.fused.programs import OUTLINE, Toolbox
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
+from numba_tcnn.fused.target import TURNS_SINCE
 from numba_tcnn.parameter_sizes import ParameterSizes
 from numba_tcnn.specs import AdamSpec, ModelSpec
 
@@ -116,7 +118,9 @@ def ptx_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptPtx]:
 
 
 def check(kernel: CompiledKernel, ptx_of: KeptPtx, *, float64: bool = False) -> None:
-    check_text(ptx_of[kernel.cubin], kernel.entry, float64=float64)
+    text = ptx_of[kernel.cubin]
+    check_text(text, kernel.entry, float64=float64)
+    check_turn(text, kernel.entry)
     assert kernel.spill_bytes <= MAX_SPILL_BYTES
 
 
@@ -127,6 +131,15 @@ def check_text(text: str, name: str, *, float64: bool = False) -> None:
     assert not re.search(r"^\s*(\.\w+\s+)*\.func\b", text, re.M), f"{name} calls functions"
     comparisons = re.findall(r"setp?\.\S*ftz\.\S*f16\S*", text)
     assert not comparisons, f"{name} compares float16 numbers, subnormal ones as 0: {comparisons}"
+
+
+def check_turn(text: str, name: str) -> None:
+    """A kernel that may start while the one before still runs touches no memory until that has ended."""
+    before, wait, _ = text[text.index(".entry") :].partition("griddepcontrol.wait;")
+    takes_turns = int(re.search(r"\.target sm_(\d+)", text).group(1)) >= 10 * TURNS_SINCE[0] + TURNS_SINCE[1]
+    assert bool(wait) == takes_turns, f"{name} does not wait for the kernel before"
+    early = re.findall(r"^\s*(?:@\S+ )?((?:ld|st|cp|red|atom)\.(?!param)\S+)", before, re.M) if wait else []
+    assert not early, f"{name} reads or writes before its turn: {early}"
 
 
 def spec_of(n_in: int, n_out: int, encoding: dict, **network) -> ModelSpec:

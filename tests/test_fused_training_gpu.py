@@ -293,6 +293,37 @@ def test_steps_on_a_stream_of_torch(rng):
 
 
 @fused_only
+@pytest.mark.parametrize("size", [300, 1 << 14, 1 << 18])
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"n_neurons": 16, "n_hidden_layers": 1},
+        {"n_neurons": 64, "n_hidden_layers": 2},
+        {"n_neurons": 128, "n_hidden_layers": 4},
+    ],
+    ids=["16 wide", "64 wide", "128 wide"],
+)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["network", "grid"])
+def test_overlapping_launches_change_no_bit(deterministic, network, size, rng):
+    """Repeated calls start before the kernels in front of them have ended; those on a stream that is named do not."""
+    encoding = CONFIG["encoding"] if deterministic else {"otype": "Identity"}
+    config = CONFIG | {"encoding": encoding, "network": CONFIG["network"] | {"activation": "ReLU"} | network}
+    batches = [tuple(to_device(array) for array in data(rng, size)) for _ in range(3)]
+    outputs = []
+    for stream in (None, 0):
+        model = tcnn.create_from_config(2, 3, config, strict=True, deterministic=deterministic)
+        out = to_device(np.full((size, 3), np.nan, np.float32))
+        losses = []
+        for i in range(60):
+            x, y = batches[i % 3]
+            losses.append(model.trainer.training_step(x, y, stream=stream))
+            model.network.inference(x, out=out, stream=stream)
+        outputs.append((model.params, np.array([float(loss) for loss in losses]), out.numpy()))
+    for overlapped, alone in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(overlapped, alone)
+
+
+@fused_only
 def test_changing_streams_keeps_the_order(rng):
     torch = pytest.importorskip("torch")
     model, plain = make(), make()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from emulated_driver import LAUNCH_KERNEL, SET_CONTEXT, CUresult
+from emulated_driver import LAUNCH_ATTRIBUTE, LAUNCH_CONFIG, LAUNCH_KERNEL, SET_CONTEXT, CUresult, host_bytes
 
 from numba_tcnn.fused import driver
 from numba_tcnn.fused.driver import CudaError
@@ -17,13 +17,31 @@ from numba_tcnn.fused.native_launches import PER_THREAD_STREAMS, LaunchList, ent
 CONTEXT = 0x7F12_3456_789A_BCD0
 """Handles and addresses have 64 bits, and so have these."""
 
+
+class WrittenLaunch(SimpleNamespace):
+    """In place of `driver.RecordedLaunch`."""
+
+    @property
+    def all_arguments(self) -> tuple[int, ...]:
+        """Of cuLaunchKernel."""
+        n_blocks, n_rows, threads, shared_bytes, stream = self.grid
+        return self.function, n_blocks, n_rows, 1, threads, 1, 1, shared_bytes, stream, self.arguments, 0
+
+    def __call__(self) -> int:
+        return driver.bindings().cuLaunchKernel(*self.all_arguments)[0]
+
+
 LAUNCHES = [
-    {
-        "function": 0x7F00_0000_0001_0000 + 16 * i, "arguments": 0x7FFF_0000_0002_0000 + 16 * i, "stream": 0,
-        "n_blocks": 2**31 - 1 - i, "n_rows": 65535 - i, "threads": 384 - 32 * i, "shared_bytes": 232448 - 1024 * i,
-    }
-    for i in range(3)
+    WrittenLaunch(
+        function=0x7F00_0000_0001_0000 + 16 * i, arguments=0x7FFF_0000_0002_0000 + 16 * i,
+        grid=(2**31 - 1 - i, 65535 - i, 384 - 32 * i, 232448 - 1024 * i, 0x7EEE_0000_0003_0000 * i),
+        kernel=SimpleNamespace(name=name),
+    )
+    for i, name in enumerate(("first", "second", "third"))
 ]  # fmt: skip
+
+OVERLAP = 6
+"""The driver's number for programmatic stream serialization."""
 
 
 class WritingDriver:
@@ -34,11 +52,23 @@ class WritingDriver:
     def __init__(self):
         self.calls: list[tuple] = []
         self.statuses: dict[int, CUresult] = {}  # of calls, counted from 0
-        self._native = {b"cuCtxSetCurrent": SET_CONTEXT(self._write), b"cuLaunchKernel": LAUNCH_KERNEL(self._write)}
+        self.attributes: list[list[tuple[int, int]]] = []  # of native launches: which, and its value
+        self._native = {
+            b"cuCtxSetCurrent": SET_CONTEXT(self._write), b"cuLaunchKernelEx": LAUNCH_KERNEL(self._launch)
+        }  # fmt: skip
 
     def _write(self, *arguments: int | None) -> int:
         self.calls.append(tuple(a or 0 for a in arguments))
         return int(self.statuses.get(len(self.calls) - 1, CUresult.CUDA_SUCCESS))
+
+    def _launch(self, config: int, function: int, arguments: int, extra: int | None) -> int:
+        """Written down as cuLaunchKernel."""
+        *sizes, stream, attributes, n = LAUNCH_CONFIG.unpack_from(host_bytes(config, LAUNCH_CONFIG.size))
+        size = LAUNCH_ATTRIBUTE.size
+        self.attributes.append(
+            [LAUNCH_ATTRIBUTE.unpack_from(host_bytes(attributes + size * i, size)) for i in range(n)]
+        )
+        return self._write(function, *sizes, stream, arguments, extra)
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple:
         assert (version, flags) == (12000, 0)
@@ -57,24 +87,6 @@ class WritingDriver:
         return (CUresult.CUDA_SUCCESS, b"in words")
 
 
-class WrittenLaunch:
-    """In place of `driver.RecordedLaunch`."""
-
-    def __init__(self, written: WritingDriver, numbers: dict[str, int], name: str):
-        self._driver, self._numbers, self.kernel = written, numbers, SimpleNamespace(name=name)
-
-    def in_numbers(self) -> dict[str, int]:
-        return self._numbers
-
-    def __call__(self) -> int:
-        n = self._numbers
-        (status,) = self._driver.cuLaunchKernel(
-            n["function"], n["n_blocks"], n["n_rows"], 1, n["threads"], 1, 1, n["shared_bytes"], n["stream"],
-            n["arguments"], 0,
-        )  # fmt: skip
-        return status
-
-
 @pytest.fixture
 def writing(monkeypatch: pytest.MonkeyPatch) -> WritingDriver:
     written = WritingDriver()
@@ -82,26 +94,33 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> WritingDriver:
     return written
 
 
+def launch_list(capability: tuple[int, int] = (9, 0)) -> LaunchList:
+    properties = SimpleNamespace(capability=capability)
+    return LaunchList(SimpleNamespace(context=CONTEXT, properties=properties), LAUNCHES)
+
+
 @pytest.fixture(params=["native", "through bindings"])
 def launches(request: Any, writing: WritingDriver, monkeypatch: pytest.MonkeyPatch) -> LaunchList:
     if request.param == "through bindings":
         monkeypatch.delattr(WritingDriver, "cuGetProcAddress")
-    names = ("first", "second", "third")
-    records = [WrittenLaunch(writing, numbers, name) for numbers, name in zip(LAUNCHES, names, strict=True)]
-    made = LaunchList(SimpleNamespace(context=CONTEXT), records)
+    made = launch_list()
     assert (made.run == made.through_bindings) == (request.param == "through bindings")
     return made
 
 
 def test_the_driver_gets_all_launches_in_order(launches: LaunchList, writing: WritingDriver) -> None:
-    expected = [
-        (l["function"], l["n_blocks"], l["n_rows"], 1, l["threads"], 1, 1, l["shared_bytes"], 0, l["arguments"], 0)
-        for l in LAUNCHES
-    ]
     for _ in range(2):
         writing.calls.clear()
         assert launches.run() == 0
-        assert writing.calls == [(CONTEXT,), *expected]
+        assert writing.calls == [(CONTEXT,), *(launch.all_arguments for launch in LAUNCHES)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "attributes"), [((8, 9), []), ((9, 0), [(OVERLAP, 1)]), ((12, 0), [(OVERLAP, 1)])]
+)
+def test_launches_overlap_where_kernels_take_turns(capability, attributes, writing: WritingDriver) -> None:
+    assert launch_list(capability).run() == 0
+    assert writing.attributes == [attributes] * len(LAUNCHES)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

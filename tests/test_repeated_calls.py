@@ -255,7 +255,7 @@ def test_a_repeated_step_is_one_native_call(gpu: EmulatedDriver, no_reference: N
     thread = threading.Thread(target=lambda: losses.append(model.trainer.training_step(x, y)))
     thread.start()
     thread.join()
-    assert gpu.native_calls == ["cuCtxSetCurrent", "cuLaunchKernel", "cuLaunchKernel"]
+    assert gpu.native_calls == ["cuCtxSetCurrent", "cuLaunchKernelEx", "cuLaunchKernelEx"]
     assert [name for name, _, _ in gpu.launches] == ["gradient", "adam"] * 3
     assert float(losses[2]) < float(losses[0])
 
