@@ -240,6 +240,7 @@ class Examination:
         self.record.add("optimizer", found.params)
         self.record.add("outputs behind it", found.outputs)
         self.record.notes["optimizer, elements left out"] = found.left_out
+        self.record.notes["optimizer, steps"] = found.n_steps
 
     def _compare_adam(self) -> None:
         found = adam_run(self.fused, self._data(), self.scale.steps)
