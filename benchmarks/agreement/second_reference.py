@@ -6,15 +6,17 @@ it. In float32, whose reference computes in float64, the factors of the second o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from numba_tcnn.reference.matmul import rows_times_matrix
-from numba_tcnn.reference.mlp import MLP
+from numba_tcnn.reference.mlp import MLP, Trace
 from numba_tcnn.reference.model import Model, SecondOrderGradients
 
 from .draws import Draw
+from .gate_flips import Explanation, GatedPass
 
 SOME_ROUNDINGS = 2.0**-21
 """What another order of a float32 sum leaves, relatively."""
@@ -49,15 +51,22 @@ def round_otherwise(model: Model, seed: int = 0, noise: float = SOME_ROUNDINGS) 
     model.encoding.forward = rounded_otherwise
 
 
+def open_gates(trace: Trace) -> list[np.ndarray]:
+    """For every layer [batch, fan_out], where a unit is positive."""
+    return [h > 0 for h in trace.inputs[1:]] + [trace.z_out > 0]
+
+
 OF_ANOTHER_CALL = 1000
 """Added to a seed: the kernels of two calls need not round alike either."""
 
 
 class SecondReference:
-    """As `comparison.Implementation`."""
+    """As `comparison.Implementation`. Of its gates nobody needs to guess: `gates` of the last call of `backward` says
+    for every layer [batch, fan_out] which were open."""
 
     def __init__(self, draw: Draw, params: np.ndarray, seed: int = 0, noise: float = SOME_ROUNDINGS):
         self.draw, self.params, self.seed, self.noise = draw, params, seed, noise
+        self.gates: list[np.ndarray] = []
 
     def _model(self, batch: int, seed: int) -> Model:
         model = Model(self.draw.spec, self.params, self.draw.reference_dtype)
@@ -69,8 +78,35 @@ class SecondReference:
         return self._model(len(x), self.seed).forward(x.astype(np.float32)).astype(dtype)
 
     def backward(self, x: np.ndarray, dL_dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        gradients = self._model(len(x), self.seed).backward(x.astype(np.float32), dL_dy)
+        model, gates = self._model(len(x), self.seed), []
+        if model.network is not None:
+            forward = model.network.forward
+
+            def watched(features: np.ndarray, params: np.ndarray) -> tuple[np.ndarray, Trace]:
+                y, trace = forward(features, params)
+                gates.append(open_gates(trace))
+                return y, trace
+
+            model.network.forward = watched
+        gradients = model.backward(x.astype(np.float32), dL_dy)
+        self.gates = [np.concatenate(layer) for layer in zip(*gates, strict=True)]
         return gradients.params, gradients.input
+
+    def settle(self, explanation: Explanation, model: Model, x: np.ndarray) -> Explanation:
+        """With the gates that it found, in the samples whose gates were guessed or beyond guessing."""
+        rows = np.union1d(explanation.rows, explanation.unexplained).astype(int)
+        if not len(rows):
+            return explanation
+        expected = GatedPass(model, x, rows)
+        found = zip(open_gates(expected.trace), self.gates, expected.closed, strict=True)
+        flips = [(a != b[rows]) & (closed is not None) for a, b, closed in found]
+        some = np.logical_or.reduce([flip.any(axis=1) for flip in flips])
+        return replace(
+            explanation,
+            rows=rows[some],
+            flips=[flip[some] for flip in flips],
+            unexplained=np.zeros(0, np.intp),
+        )
 
     def training_step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
         model, density = self._model(len(x), self.seed + OF_ANOTHER_CALL), self.draw.densities(len(x))
