@@ -1,7 +1,11 @@
-"""A second right implementation: the reference with sums in float32, and features off by some float32 roundings.
+"""A second right implementation: the reference with sums in float32, and features and sums off by some roundings.
 
 How far it is from the reference says what of a difference is nobody's fault, and how far a run of many steps can carry
 it. In float32, whose reference computes in float64, the factors of the second one's sums are float32 numbers, too.
+
+Sums have a noise of their own, and it is relative to what is added up. A float32 sum of NumPy's is far closer to that
+in float64 than a tensor core's, which cuts all products off below the last place of the largest one. Where a sum
+cancels, that is what settles which of two stored numbers, or which side of a gate, it ends on.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import numpy as np
 from numba_tcnn.reference.matmul import rows_times_matrix
 from numba_tcnn.reference.mlp import MLP, Trace
 from numba_tcnn.reference.model import Model, SecondOrderGradients
+from numba_tcnn.reference.precision import Precision
+from numba_tcnn.specs import ModelSpec
 
 from .draws import Draw
 from .gate_flips import Explanation, GatedPass
@@ -22,23 +28,39 @@ SOME_ROUNDINGS = 2.0**-21
 """What another order of a float32 sum leaves, relatively."""
 
 
+LAST_PLACE = 2.0**-23
+"""Of a sum, relative to the sum of what it adds up without signs: one place where one rounding may have been."""
+
+
 class NetworkOfSingleSums(MLP):
-    """Sums in float32, whatever the rest is computed in."""
+    """Sums in float32, whatever the rest is computed in: each one place too low, too high, or as it comes."""
+
+    def __init__(self, spec: ModelSpec, precision: Precision, seed: int):
+        super().__init__(spec, precision)
+        self.random = np.random.default_rng(seed)
 
     def product(self, rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-        sums = rows_times_matrix(rows.astype(np.float32, copy=False), matrix.astype(np.float32, copy=False))
-        return sums.astype(rows.dtype, copy=False)
+        rows_32, matrix_32 = rows.astype(np.float32, copy=False), matrix.astype(np.float32, copy=False)
+        sums = rows_times_matrix(rows_32, matrix_32)
+        noise = rows_times_matrix(np.abs(rows_32), np.abs(matrix_32))
+        noise *= np.float32(LAST_PLACE)
+        noise *= self.random.integers(-1, 2, sums.shape, np.int8)
+        return (sums + noise).astype(rows.dtype, copy=False)
 
 
 N_SECONDS = 3
-"""Second implementations that are asked, each with other noise: one alone may be lucky."""
+"""Second implementations that are asked about a call, each with other noise: one alone may be lucky."""
+
+MOST_SECONDS = 16
+"""Asked about a run, one after the other until an error is within what they are apart: one gate that a device found
+different on the way may be all the error of a run, and few of the others find just this one different."""
 
 
 def round_otherwise(model: Model, seed: int = 0, noise: float = SOME_ROUNDINGS) -> None:
     """Make a second implementation of a model: sums in float32, and features that are off by `noise`, relatively, so
     that some round to a neighbour."""
     if model.network is not None:
-        model.network = NetworkOfSingleSums(model.spec, model.precision)
+        model.network = NetworkOfSingleSums(model.spec, model.precision, seed)
     forward, signs = model.encoding.forward, {}
 
     def rounded_otherwise(x: np.ndarray, table: np.ndarray, out: np.ndarray, *more: Any) -> Any:
