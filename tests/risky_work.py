@@ -15,7 +15,7 @@ def harm(number: int) -> int:
         case 10:
             raise ValueError("not this one")
         case 11:
-            time.sleep(1000)
+            sleep_below(60)
         case 12:
             os._exit(3)
         case 13:
@@ -23,6 +23,13 @@ def harm(number: int) -> int:
         case 14:
             raise Lost("what was found before")
     return 2 * number
+
+
+def sleep_below(n_calls: int) -> None:
+    """Deep in a stack, as a compiler is."""
+    if n_calls:
+        return sleep_below(n_calls - 1)
+    time.sleep(1000)
 
 
 def slow(number: int) -> int:

@@ -20,7 +20,7 @@ from benchmarks.agreement.deck import Deck
 from benchmarks.agreement.draws import Draw
 from benchmarks.agreement.examine import Scale
 from benchmarks.agreement.jobs import jobs_of
-from benchmarks.agreement.processes import outcomes
+from benchmarks.agreement.processes import LAST_CHARACTERS, outcomes
 from benchmarks.agreement.random_draws import random_draw, random_optimizer_of
 from numba_tcnn.fused.plan import architecture
 
@@ -80,7 +80,9 @@ def test_harm_to_one_process_is_told_and_the_others_go_on() -> None:
         1: 2, 2: 4, 3: 6, 14: "what was found before"
     }  # fmt: skip
     assert "raised ValueError: not this one" in found[10].problem and "in harm" in found[10].problem
-    assert found[11].problem.startswith("took more than 2 s") and "in harm" in found[11].problem
+    assert found[11].problem.startswith("took more than 2 s\nTimeout (") and "in harm" in found[11].problem
+    assert "in sleep_below" in found[11].problem
+    assert len(found[11].problem) < LAST_CHARACTERS + 100, "of stacks of any depth"
     assert found[12].problem.startswith("its process died (exit status 3)")
     assert found[13].problem.startswith("its process died (SIGSEGV)") and "Segmentation fault" in found[13].problem
     assert len(found) == 8

@@ -3,6 +3,7 @@
     draws.py            a model and the arrays that go in and out; `random_draws.py` draws them, from a `deck.py`
     comparison.py       one call after the other against the reference of the draw's dtype
     gate_flips.py       why two right implementations of a ReLU network can differ, with proof
+    stored_values.py    what was stored for one sample, read off its gradient and checked value by value
     second_reference.py how far apart two right implementations are
     training.py         runs of several steps, and optimizers behind gradients that are the same
     second_order.py     second derivatives

@@ -214,9 +214,10 @@ class Examination:
         for name, figure in found.figures(COMPARED):
             self.record.add(name, figure)
         if found.unexplained:
-            self.record.fail(f"{len(found.unexplained)} of {found.batch} samples have gradients that no gates explain")
-        for name, number in (("gates looked at", found.n_suspicious), ("gates flipped", found.n_flipped)):
-            self.record.notes[name] = self.record.notes.get(name, 0) + number
+            self.record.fail(f"{len(found.unexplained)} of {found.batch} samples have gradients that nothing explains")
+        gates = {"looked at": found.n_suspicious, "read off": found.n_read, "flipped": found.n_flipped}
+        for name, number in gates.items():
+            self.record.notes[f"gates {name}"] = self.record.notes.get(f"gates {name}", 0) + number
 
     def _compare_second_order(self) -> None:
         found = compare_second_order(self.fused, min(self.scale.training, self.sizes[-1]))
@@ -240,6 +241,7 @@ class Examination:
         self.record.add("optimizer", found.params)
         self.record.add("outputs behind it", found.outputs)
         self.record.notes["optimizer, elements left out"] = found.left_out
+        self.record.notes["optimizer, steps"] = found.n_steps
 
     def _compare_adam(self) -> None:
         found = adam_run(self.fused, self._data(), self.scale.steps)

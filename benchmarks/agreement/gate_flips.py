@@ -12,6 +12,9 @@ two float32 sums of n products, each addition off by at most 2^-23 of sum |w_i h
 rounds, which is half of that); inputs that the two implementations round to neighbouring numbers of the storage format;
 and the smallest float16, below which a stored h = max(z, 0) vanishes. `PRECISIONS` has these numbers for each format.
 
+That is a guess where dL/dx is of few numbers, and roundings of stored values are no gates. So what it finds, and what
+it cannot explain, is then looked into sample by sample (`stored_values.py`).
+
 What is compared in the end is everything: flipped samples count against the reference with the same gates flipped.
 """
 

@@ -28,6 +28,8 @@ GRACE = 15.0
 """Seconds that a process has to say where it was when its time was over."""
 
 LAST_CHARACTERS = 2000
+TIMEOUT = "Timeout ("
+"""With this `faulthandler` begins to say where a process was when its time was over. Stacks of any length follow."""
 
 
 class Lost(Exception):
@@ -79,11 +81,13 @@ class Worker:
         return Outcome(self.number, problem=self._how_it_ended(), lost=True)
 
     def _how_it_ended(self) -> str:
-        code, words = self.process.exitcode, self.log.read_text(errors="replace")[-LAST_CHARACTERS:].strip()
+        code, told = self.process.exitcode, self.log.read_text(errors="replace")
         if code is None:
             return f"took more than {self.seconds_each:g} s, and did not end when told to"
-        if "Timeout (" in words:
-            return f"took more than {self.seconds_each:g} s\n{words}"
+        _, timeout, stacks = told.rpartition(TIMEOUT)
+        if timeout:
+            return f"took more than {self.seconds_each:g} s\n{shortened(timeout + stacks)}"
+        words = told[-LAST_CHARACTERS:].strip()
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         return f"its process died ({how})\n{words}"
 
@@ -92,6 +96,14 @@ class Worker:
         self.process.kill()
         self.process.join()
         self.log.unlink(missing_ok=True)
+
+
+def shortened(stacks: str) -> str:
+    """The innermost calls, which come first, and those that they were made for."""
+    if len(stacks) <= LAST_CHARACTERS:
+        return stacks.strip()
+    half = LAST_CHARACTERS // 2
+    return f"{stacks[:half]}\n  [...]\n{stacks[-half:]}".strip()
 
 
 def serve(connection: Connection, work: Work, seconds: float, first: Callable[[], None] | None, log: str) -> None:

@@ -30,9 +30,12 @@ def summary(records: Sequence[Record]) -> str:
         f"## {len(records)} draws: {by_status[AGREES]} agree, {by_status[FAILS]} fail",
         f"{total:.0f} s in all processes together, {compiling:.0f} s of them compiling the kernels that were taken.",
     ]
-    flips = [sum(record.notes.get(f"gates {what}", 0) for record in records) for what in ("looked at", "flipped")]
+    flips = [
+        sum(record.notes.get(f"gates {what}", 0) for record in records) for what in ("looked at", "read off", "flipped")
+    ]
     lines.append(
-        f"{flips[0]} samples were looked at for flipped gates, {flips[1]} had some; all others agree as they are."
+        f"{flips[0]} samples were looked at for flipped gates, of {flips[1]} it was read off what had been stored, "
+        f"{flips[2]} had some; all others agree as they are."
     )
     left_out = max((record.notes.get("optimizer, elements left out", 0.0) for record in records), default=0.0)
     lines.append(f"Optimizers were compared on all but at most {left_out:.1%} of a draw's parameters.")

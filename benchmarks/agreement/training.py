@@ -8,11 +8,18 @@ gradients are apart, far less than 1e-2 of the way (`TRAINED`), as long as the w
 parameters. Farther, stiff models (relative losses of outputs near 0) are thrown about by any step.
 
 `adam_steps`, `optimizer_run`: an optimizer behind gradients that are the same for both sides. They are measured on the
-device and given to the reference's optimizer, whose float32 arithmetic is the same but for quotients, roots and the
-order of sums over layers: 1e-4 of the way (`SAME_GRADIENTS`). Adam's own first moments say what its gradients were, to
-the bit. For other optimizers a second model on the device is asked; table gradients are summed by atomics, in any
-order, and where a gradient is all rounding Adam makes a whole step of its sign. So elements whose gradient was once
-below 1e-5 of its level's largest are left out there, and counted.
+device and given to the reference's optimizer, whose float32 arithmetic is the same but for quotients, roots, products
+that are rounded before they are added or not, and the order of sums over layers: 1e-4 of the way (`SAME_GRADIENTS`).
+Adam's own first moments say what its gradients were, to the bit. For other optimizers a second model on the device is
+asked; table gradients are summed by atomics, in any order, and where a gradient is all rounding Adam makes a whole step
+of its sign. So elements whose gradient was once below 1e-5 of its level's largest are left out there, and counted.
+Steps have to be long against the last place of a parameter, in which each may differ by one more: Lookahead by
+0.3 (w - slow) meets the middle between two float32 numbers in every tenth parameter. Here SGD therefore goes as far
+with each step as it goes in all of `sgd_run` (`WAY`), and as far as Adam.
+
+No run may leave the range of numbers: whether an h of 65510 is infinite is rounding, and behind it nothing moves or can
+be compared. So the reference goes first, and where it doesn't stay finite the rate is lowered, a sixteenth at a time.
+Where that is no help (AdaBound's steps have a least size, whatever its rate), an optimizer makes fewer steps.
 
 `adam_run`: losses and outputs of some steps of Adam, each side with its own gradients. Here such signs decide in every
 element that hardly matters, and runs part as fast as the model lets them: there is no bar that is right for all models.
@@ -23,6 +30,7 @@ optimizer is off by as much as the way itself, so a comparison that allows half 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from dataclasses import dataclass
@@ -57,8 +65,8 @@ ADAM_RATE, NARROW = 2e-4, 64
 """Learning rate of networks of such a width; less of wider ones, whose sums of steps grow with it."""
 
 MOST_RATES = 4
-WAY = 1e-3
-"""How far SGD is to go, relative to the parameters that move."""
+WAY, WAY_STEPS = 1e-3, 20
+"""How far SGD is to go, relative to the parameters that move, and in how many steps of `sgd_run`."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def training_data(draw: Draw, params: np.ndarray, batch: int) -> TrainingData:
 def sgd_run(fused: FusedModel, data: TrainingData, n_steps: int) -> Figure:
     """Distance of the parameters after some steps, over the way that the reference's went."""
     start = fused.params
-    rate, reference = finite_run(data, start, SGD, sgd_rate(data, start), n_steps)
+    rate, reference = finite_run(data, start, SGD, sgd_rate(data, start, WAY_STEPS), n_steps)
     trainer, placed = fused.train(SGD, rate), fused.batch(data.x, data.y)
     for _ in range(n_steps):
         fused.step(trainer, placed)
@@ -131,23 +139,36 @@ def sgd_run(fused: FusedModel, data: TrainingData, n_steps: int) -> Figure:
     return Figure.measured(distance(fused.network.params), TRAINED[data.draw.dtype], second_error)
 
 
+class NotFinite(RuntimeError):
+    """The reference leaves the range of numbers, whatever the learning rate."""
+
+
 def finite_run(data: TrainingData, params: np.ndarray, optimizer: Config, rate: float, n_steps: int):
     """(rate, the reference's run with it): of less than `rate` where training would leave the range of numbers."""
     for _ in range(MOST_RATES):
-        run = data.run(params, optimizer, rate, n_steps)
-        if np.isfinite(run.losses).all() and run.runtime.skipped_steps == 0:
+        with np.errstate(all="ignore"):  # of what leaves it, and of matrices without roots
+            run = data.run(params, optimizer, rate, n_steps)
+        if run.runtime.skipped_steps == 0 and np.isfinite(run.losses).all() and np.isfinite(run.outputs).all():
             return rate, run
         rate /= 16
-    raise RuntimeError(f"no learning rate down to {rate:g} keeps the reference finite")
+    raise NotFinite(f"no learning rate down to {rate:g} keeps the reference finite")
 
 
-def sgd_rate(data: TrainingData, params: np.ndarray) -> float:
-    """With which one step goes `WAY` of the parameters that have a gradient, over 20 steps."""
+def finite_course(data: TrainingData, optimizer: Config, params: np.ndarray, rate: float, n_steps: int):
+    """(rate, steps) with which the reference stays finite: as many steps as can be."""
+    for fewer in range(n_steps, 1, -1):
+        with contextlib.suppress(NotFinite):
+            return finite_run(data, params, optimizer, rate, fewer)[0], fewer
+    return finite_run(data, params, optimizer, rate, 1)[0], 1
+
+
+def sgd_rate(data: TrainingData, params: np.ndarray, n_steps: int) -> float:
+    """With which so many steps go `WAY` of the parameters that have a gradient."""
     model = data.draw.model(params, "float32", len(data.x))
     density = data.draw.densities(len(data.x))
     _, gradients = model.loss_and_gradients(data.numbers, data.y, data.draw.loss_spec, density, input=False)
     moving = gradients.params != 0
-    return float(WAY / 20 * np.linalg.norm(params[moving]) / max(np.linalg.norm(gradients.params), 1e-30))
+    return float(WAY / n_steps * np.linalg.norm(params[moving]) / max(np.linalg.norm(gradients.params), 1e-30))
 
 
 # ----------------------------------------------------------------------------------- given gradients
@@ -174,9 +195,12 @@ def optimizer_run(fused: FusedModel, data: TrainingData, optimizer: Config, n_st
     """Some steps of any optimizer, the gradient of each measured on a second model on the device."""
     draw, start = data.draw, fused.params
     if "SGD" in names_of(optimizer):  # a power of two: few kernels for many draws
-        optimizer = with_sgd_rate(optimizer, 2.0 ** round(np.log2(sgd_rate(data, start))))
-    trainer, placed, probe = fused.train(optimizer), fused.batch(data.x, data.y), FusedModel(draw, start)
+        optimizer = with_sgd_rate(optimizer, 2.0 ** round(np.log2(sgd_rate(data, start, 1))))
     twin = make_optimizer(parse_optimizer(optimizer), len(start), draw.spec.layer_shapes)
+    rate, n_steps = finite_course(data, optimizer, start, twin.learning_rate, n_steps)
+    trainer = fused.train(optimizer, None if rate == twin.learning_rate else rate)
+    twin.learning_rate = rate
+    placed, probe = fused.batch(data.x, data.y), FusedModel(draw, start)
     expected, settled = start.copy(), np.ones(len(start), bool)
     for _ in range(n_steps):
         probe.params = probe.network.params = fused.network.params
@@ -208,16 +232,19 @@ def optimizer_run(fused: FusedModel, data: TrainingData, optimizer: Config, n_st
             lambda seed: output_error(SecondReference(draw, used, seed).inference(data.x, "float32")),
         ),
         float(1 - settled.mean()),
+        n_steps,
     )
 
 
 @dataclass(frozen=True)
 class OptimizerRun:
-    """`outputs`: of inference with the parameters of after; `left_out`: the fraction of the elements."""
+    """`outputs`: of inference with the parameters of after; `left_out`: the fraction of the elements; `n_steps`: those
+    that were made."""
 
     params: Figure
     outputs: Figure
     left_out: float
+    n_steps: int
 
 
 def is_settled(draw: Draw, gradients: np.ndarray) -> np.ndarray:
