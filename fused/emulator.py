@@ -446,6 +446,12 @@ class Emitter:
     def prefetch(self, address):
         self._global(address, 1, 0, READ)
 
+    def prefetch_closer(self, shared_address, address):
+        self._global(address, 1, 0, READ)
+        active = self.block_state.mask
+        addresses = self._wide(shared_address, np.int64)[active]
+        self.block_state.shared.check_write(addresses, 4, self.block_state.threads[active])
+
     def load_global_where(self, predicate, address, kind, count=1, offset=0):
         with self.when(predicate):
             return self.load_global(address, kind, count, offset, constant=False)

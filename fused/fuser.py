@@ -91,8 +91,16 @@ def make_features(
         warp_barrier()
         return load_x(base)
 
-    def end(base):
-        return
+    if plan.prefetches:
+        copy_wait = make_barriers(target).copy_wait
+
+        def end(base):
+            copy_wait()
+
+    else:
+
+        def end(base):
+            return
 
     return target.device(begin), target.device(take), target.device(end)
 
@@ -164,7 +172,9 @@ def make_single_gradient_kernel(
     first_row_of, u32, f32 = make_first_row_of(target, plan), target.u32, target.f32
     encoding_backward = make_features_backward(target, spec, plan, options, need)
     prefetch = (
-        make_prefetch(target, spec, plan, options) if plan.swizzled else target.device(lambda io, first_row: None)
+        make_prefetch(target, spec, plan, options)
+        if plan.prefetches
+        else target.device(lambda base, io, first_row: None)
     )
 
     distance = distance_of_tiles(plan)
@@ -177,7 +187,7 @@ def make_single_gradient_kernel(
         accumulators, total = zeros(), f32(0)
         while tile < n_tiles:
             first_row, following = first_row_of(tile), first_row_of(u32(tile + step))
-            prefetch(io, following)
+            prefetch(base, io, following)
             x = take_x(base, shift, io, first_row, following)
             d, value = network(base, io, u32(0), first_row, x)
             total = total + value

@@ -110,7 +110,7 @@ def _make_propagate(
     def propagate(base, io, first_slot, shift, tile, step, sums):
         first_row, following = first_row_of(tile), first_row_of(u32(tile + step))
         slot = u32(first_slot + warpgroup())
-        prefetch(io, following)
+        prefetch(base, io, following)
         x = take_x(base, shift, io, first_row, following)
         x = keep_x(base, io, slot, shift, x)
         d, total, sums = network(base, io, slot, first_row, x, sums)

@@ -22,6 +22,7 @@ from .tiles import SHARED_ALIGNMENT, AnyTile, Tile
 MAX_REGISTERS = 255
 REGISTERS_PER_MULTIPROCESSOR = 65536
 RESERVED_SHARED_BYTES = 1024  # the driver's own, a block
+PREFETCHED_BYTES = 4
 MAX_NESTED_LAYERS = 17
 """Layers that are closures around one another: Numba follows some 40 calls into one another, and what compiles grows
 with each. Deeper networks go layer by layer (`layer_plan.py`)."""
@@ -167,8 +168,19 @@ class KernelPlan:
         return max(tile.end for tile in self.tiles)
 
     @property
+    def prefetches(self) -> bool:
+        """Whether each tile's inputs and targets are brought closer while the one before is worked on."""
+        return self.swizzled and self.kind in ("single", "phased")
+
+    @property
+    def scratch(self) -> int:
+        """Where what a prefetch brings to shared memory lies, a word a thread; nobody reads it."""
+        return max(self.shared_end, self._reduction_bytes)
+
+    @property
     def shared_bytes(self) -> int:
-        return max(self.shared_end, self._reduction_bytes) + self.shared_alignment - SHARED_ALIGNMENT
+        scratch_bytes = PREFETCHED_BYTES * self.threads if self.prefetches else 0
+        return self.scratch + scratch_bytes + self.shared_alignment - SHARED_ALIGNMENT
 
     @property
     def _reduction_bytes(self) -> int:

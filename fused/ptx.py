@@ -440,6 +440,12 @@ class Emitter:
         """The line that `address` lies in, to the L2 cache."""
         self.asm([], "prefetch.global.L2 [$0];", "l", [address])
 
+    def prefetch_closer(self, shared_address, address):
+        """The sector that `address` lies in, to the L1 cache (sm_80): an asynchronous copy passes it on its way to
+        shared memory, where a word is written that is of no use. `copy_wait` waits for it, too."""
+        text = "{ .reg .b64 word; and.b64 word, $1, -4; cp.async.ca.shared.global [$0], [word], 4; }"
+        self.asm([], text, "r,l,~{memory}", [shared_address, address])
+
     def load_global_where(self, predicate, address, kind: str, count: int = 1, offset: int = 0):
         """A load that happens only where `predicate` holds, and gives 0 elsewhere; the memory may change meanwhile."""
         suffix, letter, llvm = self._vector(kind, count)
