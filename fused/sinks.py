@@ -92,6 +92,11 @@ class RowMemory:
         return _make_floors(self.target, count)
 
     @property
+    def low_bits_of_floor(self):
+        """low_bits_of_floor(value) -> the last 32 bits of floor(value), a u32; NaN gives 0."""
+        return _make_operation(self.target, "low_bits_of_floor", "u32")
+
+    @property
     def float_to_bits(self):
         """float_to_bits(value) -> u32."""
         return _make_operation(self.target, "float_to_bits", "u32")
