@@ -24,6 +24,8 @@ class PerDimension:
                       multiple of n
     make_slopes       as make_values, of f'
     make_curvatures   as make_values, of f''; None where it is 0
+    make_put_all      make_put_all() -> put_all(at, column, x) puts all f_k at x from `column` on; None where that is
+                      best done chunk by chunk
     """
 
     n_dims: int
@@ -32,6 +34,7 @@ class PerDimension:
     make_values: Callable[[int], Callable]
     make_slopes: Callable[[int], Callable]
     make_curvatures: Callable[[int], Callable] | None
+    make_put_all: Callable[[], Callable] | None = None
 
 
 def make_per_dimension(target, memory, functions: PerDimension, *, input_gradient: bool) -> EncodingParts:
@@ -47,7 +50,8 @@ def make_per_dimension(target, memory, functions: PerDimension, *, input_gradien
 
         return target.device(features)
 
-    encode = (_make_encode(target, memory, functions),)
+    make_encode = _make_encode_chunks if functions.make_put_all is None else _make_encode_dims
+    encode = (make_encode(target, memory, functions),)
     backward = (_make_backward(target, memory, functions),) if input_gradient else ()
     return EncodingParts(encode, backward, functions.chunk, make_features)
 
@@ -65,7 +69,7 @@ def _chunks_per_item(functions: PerDimension) -> int:
     return min((c for c in range(1, n_chunks + 1) if n_chunks % c == 0 and c * chunk <= max(chunk, 16)), key=cost)
 
 
-def _make_encode(target, memory, functions: PerDimension) -> ItemGroup:
+def _make_encode_chunks(target, memory, functions: PerDimension) -> ItemGroup:
     n_dims, per_dim, chunk = functions.n_dims, functions.per_dim, functions.chunk
     u32, unroll, n_chunks = target.u32, target.unroll_full, _chunks_per_item(functions)
     read_input, divide = memory.read_input, make_divide(target, per_dim)
@@ -90,6 +94,16 @@ def _make_encode(target, memory, functions: PerDimension) -> ItemGroup:
             encode_run(at, place[0], read_input(at, place[0]), place[1])
 
     return ItemGroup(0, n_dims * per_dim // (n_chunks * chunk), target.device(encode), by_sample=False)
+
+
+def _make_encode_dims(target, memory, functions: PerDimension) -> ItemGroup:
+    """Whole dimensions, the encoding's own way."""
+    u32, per_dim, read_input, put_all = target.u32, functions.per_dim, memory.read_input, functions.make_put_all()
+
+    def encode(item, at):
+        put_all(at, u32(item * u32(per_dim)), read_input(at, item))
+
+    return ItemGroup(0, functions.n_dims, target.device(encode), by_sample=False)
 
 
 def _make_backward(target, memory, functions: PerDimension) -> BackwardPart:

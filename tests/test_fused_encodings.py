@@ -124,11 +124,24 @@ def test_oneblob(n_bins: int) -> None:
     check_encoding(2, {"otype": "OneBlob", "n_bins": n_bins}, gradient_tolerance=STEEP)
 
 
-@pytest.mark.parametrize("n_bins", [1, 2, 4, 16])
+@pytest.mark.parametrize("n_bins", [1, 2, 4, 8, 16, 128])
 def test_oneblob_outside_the_unit_interval(n_bins: int) -> None:
     """The images' mass comes in from both sides, and what lies beyond [-1, 2] is lost. One bin is constant inside."""
-    x = np.linspace(-1.6, 2.6, 85, dtype=np.float32)[:, None]
-    check_bare(1, {"otype": "OneBlob", "n_bins": n_bins}, x=np.concatenate([x, [[3e38], [-3e38]]]).astype(np.float32))
+    at_ends = np.add.outer([-1, 0, 1, 2], np.linspace(-1.5, 1.5, 13) / n_bins).reshape(-1)  # borders of bins too
+    x = np.concatenate([np.linspace(-1.6, 2.6, 85), at_ends, [3e38, -3e38]]).astype(np.float32)[:, None]
+    check_bare(1, {"otype": "OneBlob", "n_bins": n_bins}, x=x)
+
+
+@pytest.mark.parametrize("n_bins", [4, 16])
+def test_oneblob_of_what_is_no_number(n_bins: int) -> None:
+    """Infinity is outside like any other number; NaN doesn't hide, and stays in its own dimension."""
+    spec = parse_model(2, None, {"otype": "OneBlob", "n_bins": n_bins}, None, alignment=1)
+    x = np.array([[0.3, np.inf], [np.nan, 0.3], [-np.inf, 0.3]], np.float32)
+    model = EmulatedModel(spec, np.zeros(0, np.float32))
+    out = model.inference(x, inference_plans(spec, HOPPER)[0], InferenceOptions(aligned_input=False))
+    first, second = out[:, :n_bins], out[:, n_bins:]
+    assert not first[2].any() and not second[0].any() and np.isnan(first[1]).any()
+    np.testing.assert_array_equal(second[1:], first[[0, 0]])
 
 
 @pytest.mark.parametrize("degree", range(1, 9))
