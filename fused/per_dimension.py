@@ -58,7 +58,7 @@ def make_per_dimension(target, memory, functions: PerDimension, *, input_gradien
 
 def _chunks_per_item(functions: PerDimension) -> int:
     """What takes a warp the least time for 16 samples, where an item costs as much as some five features beside its own
-    features: a divisor of the chunks of a dimension, of at most 16 features unless they are one chunk."""
+    features: a divisor of the chunks of a dimension, of at most 24 features, which are unrolled."""
     per_dim, chunk = functions.per_dim, functions.chunk
     n_chunks = per_dim // chunk
 
@@ -66,7 +66,7 @@ def _chunks_per_item(functions: PerDimension) -> int:
         turns = -(-functions.n_dims * n_chunks // chunks // 2)
         return turns * (chunks * chunk + 5)
 
-    return min((c for c in range(1, n_chunks + 1) if n_chunks % c == 0 and c * chunk <= max(chunk, 16)), key=cost)
+    return min((c for c in range(1, n_chunks + 1) if n_chunks % c == 0 and c * chunk <= 24), key=cost)
 
 
 def _make_encode_chunks(target, memory, functions: PerDimension) -> ItemGroup:
