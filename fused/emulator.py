@@ -232,6 +232,11 @@ class Emitter:
         with np.errstate(invalid="ignore"):
             return np.rint(self._wide(a, np.float32)).astype(np.int64).view(np.uint64)
 
+    def low_bits_of_floor(self, a):
+        whole = np.floor(np.asarray(a, np.float64))
+        whole = np.where(np.abs(whole) < 2.0**62, whole, 0.0)
+        return whole.astype(np.int64).astype(np.uint32)
+
     def int64_to_float(self, a):
         return self._wide(a, np.uint64).view(np.int64).astype(np.float32)
 

@@ -9,7 +9,13 @@ bin k holds the differences of Q between its borders, and of those of the kernel
 
     y_{i n + k} = sum over m = -1, 0, 1 of Q((k + 1)/n + m) - Q(k/n + m)
 
-The kernel is two bins wide, so of four and more bins, up to half of them (a chunk) see only the nearest of the images.
+The kernel is two bins wide, so three bins hold all of it: with the one that x_i lies in, b = floor(n x_i), and
+u = b - n x_i at that bin's left border,
+
+    bin b - 1: Q(u),      bin b: Q(u + 1) - Q(u),      bin b + 1: 1 - Q(u + 1)
+
+or the derivatives of these. Counted so, bin k is bin k modulo n of the encoding, but those outside of [-1, 2], that is
+-n <= k < 2 n, are lost. Eight bins or more are cleared, and then the three are stored where they belong.
 """
 
 from __future__ import annotations
@@ -23,12 +29,12 @@ from ..specs import OneBlobSpec
 from .encoding_parts import EncodingParts, power_of_two_in
 from .per_dimension import PerDimension, make_per_dimension
 
-np_f32 = np.float32
+np_f32, np_u32 = np.float32, np.uint32
 
 
 def _integral(u):
     s = u * u
-    return np_f32(15 / 16) * u * (np_f32(1) - s * (np_f32(2 / 3) - s * np_f32(1 / 5)))
+    return np_f32(15 / 16) * u * (np_f32(1) - s * (np_f32(2 / 3) - s * np_f32(1 / 5))) + np_f32(1 / 2)
 
 
 def _density(u):
@@ -37,87 +43,101 @@ def _density(u):
 
 
 @functools.cache
-def _make_borders(target, n_values: int):
-    """borders(k) -> (k, ..., k + n_values)."""
+def _make_spread(target, n_bins: int, n_values: int):
+    """spread(first, three) -> bins 0 ... n_values - 1, where `three` are what bins `first` and the two behind it hold,
+    modulo n_bins, and the others are 0."""
 
-    @target.intrinsic(["u32"], ("u32", n_values + 1))
-    def borders(e, k):
-        return [e.add(k, i) for i in range(n_values + 1)]
+    @target.intrinsic(["u32", ("f32", 3)], ("f32", n_values))
+    def spread(e, first, three):
+        bins = []
+        for k in range(n_values):
+            value = e.f32(0.0)
+            for i, part in enumerate(three):
+                here = e.equal(first, (k - i) % n_bins)
+                value = e.select(here, e.fadd(value, part) if n_bins < 3 else part, value)
+            bins.append(value)
+        return bins
 
-    return borders
-
-
-@functools.cache
-def _make_differences(target, n_values: int):
-    """differences(values) of neighbours: `n_values` of one more."""
-
-    @target.intrinsic([("f32", n_values + 1)], ("f32", n_values))
-    def differences(e, values):
-        return [e.fadd(values[i + 1], e.fmul(values[i], e.f32(-1.0))) for i in range(n_values)]
-
-    return differences
+    return spread
 
 
 def make_oneblob(target, spec: OneBlobSpec, memory, *, table_gradient: bool, input_gradient: bool) -> EncodingParts:
     """The parts of a OneBlob encoding; it has no table."""
-    return make_per_dimension(target, memory, oneblob_functions(target, spec), input_gradient=input_gradient)
+    return make_per_dimension(target, memory, oneblob_functions(target, spec, memory), input_gradient=input_gradient)
 
 
-def oneblob_functions(target, spec: OneBlobSpec) -> PerDimension:
+def oneblob_functions(target, spec: OneBlobSpec, memory) -> PerDimension:
     """Bins, and their derivatives."""
-    n_bins, map_values = np_f32(spec.n_bins), target.map_fragment
-    chunk = power_of_two_in(spec.n_bins // 2) if spec.n_bins >= 4 else 1
+    n_bins, u32, floor_to_int = spec.n_bins, target.u32, memory.floor_to_int
+    f_bins, all_bins, n_behind = np_f32(n_bins), np_u32(3 * n_bins), np_u32(n_bins - 1)
 
-    def distance(border, center):
-        return min(max(np_f32(border) - center, np_f32(-1)), np_f32(1))
+    def to_bins(x):
+        return x * f_bins
 
-    distance = target.scalar_part(distance)
+    def modulo(k):
+        return np_u32(k % np_u32(n_bins))
 
-    def make_bins(function: Callable, n_values: int) -> Callable:
-        """bins(x, k): differences of an odd function of u between neighbouring borders."""
-        borders, differences = _make_borders(target, n_values), _make_differences(target, n_values)
-        function = target.scalar_part(function)
-        half, middle = np_f32(spec.n_bins / 2), np_f32(n_values / 2)
+    to_bins, modulo = target.scalar(to_bins), target.scalar(modulo)
 
-        if spec.n_bins >= 4:
+    def make_three(function: Callable, total: float) -> Callable:
+        """three(x) -> (b - 1) modulo n, and what bins b - 1, b and b + 1 hold of a function that ends at `total`."""
+        function, total, zero = target.scalar_part(function), np_f32(total), np_f32(0)
 
-            def center(x, k):
-                # of the image that is nearest to the middle of the bins; in bins
-                to_middle = x * n_bins - (np_f32(k) + middle)
-                image = np_f32(1) if to_middle > half else np_f32(0)
-                image = np_f32(-1) if to_middle < -half else image
-                return x * n_bins - image * n_bins
+        def parts(center, b):
+            u = np_f32(np.int32(b)) - center
+            left, right = function(u), function(u + np_f32(1))
+            k = np_u32(b + n_behind)  # of bin b - 1, counted from -1
+            first = left if k < all_bins else zero
+            middle = right - left if np_u32(k + np_u32(1)) < all_bins else zero
+            last = total - right if np_u32(k + np_u32(2)) < all_bins else zero
+            return np_u32(k % np_u32(n_bins)), first, middle, last
 
-            def at_border(border, center):
-                return function(distance(border, center))
+        parts = target.scalar(parts)
 
-        else:
+        def three(x):
+            center = to_bins(x)
+            found = parts(center, floor_to_int(center))
+            return found[0], (found[1], found[2], found[3])
 
-            def center(x, k):
-                return x * n_bins
+        return target.device(three)
 
-            def at_border(border, center):
-                left, right = distance(border, center - n_bins), distance(border, center + n_bins)
-                return function(left) + function(distance(border, center)) + function(right)
-
-        center, at_border = target.scalar(center), target.scalar(at_border)
+    def make_bins(function: Callable, total: float, n_values: int) -> Callable:
+        three, spread = make_three(function, total), _make_spread(target, n_bins, n_values)
 
         def bins(x, k):
-            return differences(map_values(at_border, borders(k), center(x, k)))
+            found = three(x)
+            return spread(modulo(u32(found[0] - k)), found[1])
 
         return target.device(bins)
+
+    def make_put_all() -> Callable:
+        three, chunk = make_three(_integral, 1.0), power_of_two_in(n_bins)
+        put_chunk, zeros, put = memory.make_put(chunk), memory.make_zeros(chunk), memory.make_put(1)
+        warp_barrier = memory.warp_barrier
+
+        def put_all(at, column, x):
+            for i in range(n_bins // chunk):
+                put_chunk(at, u32(column + u32(i * chunk)), zeros())
+            warp_barrier()  # lanes without an item of their own repeat that of another
+            first, parts = three(x)
+            put(at, u32(column + first), (parts[0],))
+            put(at, u32(column + modulo(u32(first + u32(1)))), (parts[1],))
+            put(at, u32(column + modulo(u32(first + u32(2)))), (parts[2],))
+
+        return target.device(put_all)
 
     density = target.scalar_part(_density)
 
     def slope(u):
-        return -n_bins * density(u)
+        return -f_bins * density(u)
 
     def curvature(u):
-        return np_f32(-15 / 4) * n_bins * n_bins * u * (np_f32(1) - u * u)
+        return np_f32(-15 / 4) * f_bins * f_bins * u * (np_f32(1) - u * u)
 
     return PerDimension(
-        spec.n_input_dims, spec.n_bins, chunk,
-        make_values=functools.partial(make_bins, _integral),
-        make_slopes=functools.partial(make_bins, slope),
-        make_curvatures=functools.partial(make_bins, curvature),
+        spec.n_input_dims, n_bins, power_of_two_in(n_bins),
+        make_values=functools.partial(make_bins, _integral, 1.0),
+        make_slopes=functools.partial(make_bins, slope, 0.0),
+        make_curvatures=functools.partial(make_bins, curvature, 0.0),
+        make_put_all=make_put_all if n_bins >= 8 else None,
     )  # fmt: skip

@@ -256,6 +256,14 @@ class Emitter:
         """The nearest int64 of a float32 that has one, in a u64."""
         return self.asm([I64], "cvt.rni.s64.f32 $0, $1;", "=l,f", [a], pure=True)
 
+    def low_bits_of_floor(self, a):
+        """The last 32 bits of floor(a), of a float32: 0 from 2^62 and below -2^63 on, as it should be, and for NaN."""
+        text = (
+            "{ .reg .f32 bounded; .reg .b64 whole; .reg .b32 high; min.f32 bounded, $1, 0f5E800000; "
+            "cvt.rmi.s64.f32 whole, bounded; mov.b64 {$0, high}, whole; }"
+        )
+        return self.asm([I32], text, "=r,f", [a], pure=True)
+
     def int64_to_float(self, a):
         return self.asm([F32], "cvt.rn.f32.s64 $0, $1;", "=f,l", [a], pure=True)
 

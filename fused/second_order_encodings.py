@@ -49,7 +49,7 @@ def _frequency(target, spec: FrequencySpec, memory, *, table_gradient: bool) -> 
 
 
 def _oneblob(target, spec: OneBlobSpec, memory, *, table_gradient: bool) -> EncodingParts:
-    return make_second_order_per_dimension(target, memory, oneblob_functions(target, spec))
+    return make_second_order_per_dimension(target, memory, oneblob_functions(target, spec, memory))
 
 
 def _triangle_wave(target, spec: TriangleWaveSpec, memory, *, table_gradient: bool) -> EncodingParts:

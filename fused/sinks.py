@@ -16,7 +16,7 @@ from . import fixed_point
 from .arithmetic import make_multiply
 from .encoding_parts import make_select, power_of_two_in
 from .fragments import Target, make_sum, make_zeros
-from .tiles import AnyTile, make_get, make_put
+from .tiles import AnyTile, make_barriers, make_get, make_put
 
 X, X_STRIDE, ROW, TABLE, PLACE, FIRST_ROW, BATCH_SIZE, MAX_LEVELS, MAX_LEVEL_STRIDE = range(9)
 """`at`: address and row stride (bytes) of the inputs, row of the batch, addresses of the table and the tile's row; and
@@ -90,6 +90,11 @@ class RowMemory:
     def make_floors(self, count: int):
         """floors(values) -> each one's `floor_to_int`, a tuple."""
         return _make_floors(self.target, count)
+
+    @property
+    def low_bits_of_floor(self):
+        """low_bits_of_floor(value) -> the last 32 bits of floor(value), a u32; NaN gives 0."""
+        return _make_operation(self.target, "low_bits_of_floor", "u32")
 
     @property
     def float_to_bits(self):
@@ -193,6 +198,11 @@ class RowMemory:
     def make_constants(self, n_values: int, value: float):
         """constants() -> n times the value."""
         return _make_constants(self.target, n_values, value)
+
+    @property
+    def warp_barrier(self):
+        """warp_barrier(): what lanes have put is in order with what any lane puts from now on."""
+        return make_barriers(self.target)[1]
 
     def make_zeros(self, n_values: int):
         return make_zeros(self.target, n_values)

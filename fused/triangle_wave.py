@@ -3,6 +3,16 @@
     y_{i n + k} = 4 |v - floor(v) - 1/2| - 1,     v = 2^(k-1) x_i + k/4,  k < n
 
 with the slope -2^(k+1) in the first half of each period and 2^(k+1) in the second.
+
+Phases are computed in fixed point. For n consecutive octaves from k on let
+
+    p_j = 2^j floor(2^32 2^(k-1) x_i) + 2^30 (k + j)     modulo 2^32, j < n
+
+which is v in units of 2^-32 periods, without whole periods: from k on octaves are shifts, quarters are the upper two
+bits, and no argument is too large. The first product is exact, so p_j is too small by less than 2^j units and on the
+same side of every kink as v. Read as an int32 it is v minus the nearest whole number, hence
+
+    y = 1 - 4 |p_j| / 2^32,     dy/dx < 0 where p_j >= 0
 """
 
 from __future__ import annotations
@@ -14,7 +24,7 @@ import numpy as np
 
 from ..specs import TriangleWaveSpec
 from .encoding_parts import EncodingParts, power_of_two_in
-from .frequency import make_count, make_octave, make_phases
+from .frequency import make_count, make_octave
 from .per_dimension import PerDimension, make_per_dimension
 
 np_f32, np_u32 = np.float32, np.uint32
@@ -30,35 +40,51 @@ def make_triangle_wave(
 
 def triangle_wave_functions(target, spec: TriangleWaveSpec, memory) -> PerDimension:
     """Waves and their slopes; between the kinks they are straight."""
-    map_values, octave = target.map_fragment, make_octave(target, spec.n_frequencies)
+    f32, map_values, octave = target.f32, target.map_fragment, make_octave(target, spec.n_frequencies)
+    low_bits_of_floor, multiply_add = memory.low_bits_of_floor, memory.multiply_add
 
-    def fraction(phase, k):
-        # the phase lies in [-1/2, 1/2], and quarters matter modulo 4
-        v = phase + np_f32(0.25) * np_f32(np_u32(k % np_u32(4)))
-        v = v + np_f32(1) if v < np_f32(0) else v
-        return v - np_f32(1) if v >= np_f32(1) else v
+    def in_fixed_point(x, k):
+        return x * (octave(k) * np_f32(2.0**31))
 
-    fraction = target.scalar_part(fraction)
-
-    def value(phase, k):
-        return np_f32(4) * abs(fraction(phase, k) - np_f32(0.5)) - np_f32(1)
+    def value(phase, one):
+        return one - np_f32(2.0**-30) * abs(np_f32(np.int32(phase)))
 
     def slope(phase, k):
         steepness = np_f32(2) * octave(k)
-        return -steepness if fraction(phase, k) < np_f32(0.5) else steepness
+        return -steepness if phase < np_u32(1 << 31) else steepness
 
-    def make_waves(function: Callable, n_values: int) -> Callable:
-        count, phases = make_count(target, n_values, 0), make_phases(target, memory, n_values, octave)
+    in_fixed_point, value, slope = (target.scalar(f) for f in (in_fixed_point, value, slope))
+
+    def make_waves(n_values: int) -> Callable:
+        phases = _make_phases(target, n_values)
 
         def waves(x, k):
-            octaves = count(k)
-            return map_values(function, phases(x, octaves), octaves)
+            one = multiply_add(x, f32(0), f32(1))  # NaN where x is not finite
+            return map_values(value, phases(low_bits_of_floor(in_fixed_point(x, k)), k), one)
 
         return target.device(waves)
 
+    def make_slopes(n_values: int) -> Callable:
+        phases, count = _make_phases(target, n_values), make_count(target, n_values, 0)
+
+        def slopes(x, k):
+            return map_values(slope, phases(low_bits_of_floor(in_fixed_point(x, k)), k), count(k))
+
+        return target.device(slopes)
+
     return PerDimension(
         spec.n_input_dims, spec.n_frequencies, power_of_two_in(spec.n_frequencies),
-        make_values=functools.partial(make_waves, target.scalar(value)),
-        make_slopes=functools.partial(make_waves, target.scalar(slope)),
-        make_curvatures=None,
+        make_values=make_waves, make_slopes=make_slopes, make_curvatures=None,
     )  # fmt: skip
+
+
+@functools.cache
+def _make_phases(target, n_values: int):
+    """phases(fraction, k) -> p_0 ... p_{n-1}, from the first summand of p_0."""
+
+    @target.intrinsic(["u32", "u32"], ("u32", n_values))
+    def phases(e, fraction, k):
+        quarters = e.shl(k, 30)
+        return [e.add(e.shl(fraction, j), e.add(quarters, j << 30)) for j in range(n_values)]
+
+    return phases

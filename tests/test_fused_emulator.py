@@ -123,6 +123,13 @@ def test_floor_to_int_saturates_and_gives_0_for_nan() -> None:
     np.testing.assert_array_equal(e.floor_to_int(values).astype(np.int32), expected)
 
 
+def test_low_bits_of_floor_of_anything() -> None:
+    e = emitter()
+    values = np.array([-0.5, 2.9, 2.0**33 + 2**12, -(2.0**40), 2.0**62, -3e38, np.inf, np.nan], np.float32)
+    expected = np.array([2**32 - 1, 2, 2**12, 0, 0, 0, 0, 0], np.uint32)
+    np.testing.assert_array_equal(e.low_bits_of_floor(values), expected)
+
+
 # ---------------------------------------------------------------------------------------------- faults
 
 

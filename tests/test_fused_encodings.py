@@ -81,16 +81,67 @@ def test_octaves_of_large_inputs_and_numbers(otype: str) -> None:
     check_bare(1, {"otype": otype, "n_frequencies": 64}, x=x)
 
 
+@pytest.mark.parametrize("n_frequencies", range(1, 21))
+def test_triangle_waves_at_odd_columns(n_frequencies: int) -> None:
+    """Behind a column of something else, where nothing is aligned."""
+    waves = {"otype": "TriangleWave", "n_frequencies": n_frequencies}
+    check_bare(3, composite({"otype": "Identity", "n_dims_to_encode": 1}, waves))
+
+
+@pytest.mark.parametrize("n_frequencies", [4, 5, 8, 24])
+def test_triangle_waves_near_kinks(n_frequencies: int) -> None:
+    """Rounding carries no phase over the end of a period, nor to the other side of a kink, where float32 would."""
+    kinks = np.arange(-8, 9, dtype=np.float32) / 4
+    x = np.concatenate([kinks, kinks + np.float32(1e-6), kinks - np.float32(1e-6), [1e-12, -1e-12]])
+    x = x.astype(np.float32)[:, None]
+    spec = parse_model(1, None, {"otype": "TriangleWave", "n_frequencies": n_frequencies}, None, alignment=1)
+    model, reference = EmulatedModel(spec, np.zeros(0)), Model(spec, np.zeros(0), "float64")
+    out = model.inference(x, inference_plans(spec, HOPPER)[0], InferenceOptions(aligned_input=False))
+    np.testing.assert_allclose(out, reference.forward(x.astype(np.float64)), rtol=0, atol=2.0**-11)
+    dL_dy = np.ones(out.shape, np.float32)
+    options = GradientOptions(aligned_input=False, loss=None, table_gradient=False, input_gradient=True)
+    scales = tuple(model.gradient_scales(dL_dy))
+    _, _, dx = model.gradient(x, dL_dy, encoding_gradient_plan(spec, HOPPER), options, scales=scales)
+    np.testing.assert_array_equal(dx, reference.backward(x.astype(np.float64), dL_dy.astype(np.float64)).input)
+
+
+def test_triangle_wave_of_what_is_no_number() -> None:
+    spec = parse_model(1, None, {"otype": "TriangleWave", "n_frequencies": 8}, None, alignment=1)
+    x = np.array([[np.nan], [np.inf], [-np.inf], [0.25]], np.float32)
+    model = EmulatedModel(spec, np.zeros(0, np.float32))
+    out = model.inference(x, inference_plans(spec, HOPPER)[0], InferenceOptions(aligned_input=False))
+    assert np.isnan(out[:3]).all() and np.isfinite(out[3]).all()
+
+
+@pytest.mark.parametrize("n_bins", [1, 2, 4, 8, 16, 32])
+def test_oneblob_at_odd_columns(n_bins: int) -> None:
+    blobs = {"otype": "OneBlob", "n_bins": n_bins}
+    check_bare(3, composite({"otype": "Identity", "n_dims_to_encode": 1}, blobs))
+
+
 @pytest.mark.parametrize("n_bins", [2, 4, 16, 64])
 def test_oneblob(n_bins: int) -> None:
     check_encoding(2, {"otype": "OneBlob", "n_bins": n_bins}, gradient_tolerance=STEEP)
 
 
-@pytest.mark.parametrize("n_bins", [1, 2, 4, 16])
+@pytest.mark.parametrize("n_bins", [1, 2, 4, 8, 16, 128])
 def test_oneblob_outside_the_unit_interval(n_bins: int) -> None:
     """The images' mass comes in from both sides, and what lies beyond [-1, 2] is lost. One bin is constant inside."""
-    x = np.linspace(-1.6, 2.6, 85, dtype=np.float32)[:, None]
-    check_bare(1, {"otype": "OneBlob", "n_bins": n_bins}, x=np.concatenate([x, [[3e38], [-3e38]]]).astype(np.float32))
+    at_ends = np.add.outer([-1, 0, 1, 2], np.linspace(-1.5, 1.5, 13) / n_bins).reshape(-1)  # borders of bins too
+    x = np.concatenate([np.linspace(-1.6, 2.6, 85), at_ends, [3e38, -3e38]]).astype(np.float32)[:, None]
+    check_bare(1, {"otype": "OneBlob", "n_bins": n_bins}, x=x)
+
+
+@pytest.mark.parametrize("n_bins", [4, 16])
+def test_oneblob_of_what_is_no_number(n_bins: int) -> None:
+    """Infinity is outside like any other number; NaN doesn't hide, and stays in its own dimension."""
+    spec = parse_model(2, None, {"otype": "OneBlob", "n_bins": n_bins}, None, alignment=1)
+    x = np.array([[0.3, np.inf], [np.nan, 0.3], [-np.inf, 0.3]], np.float32)
+    model = EmulatedModel(spec, np.zeros(0, np.float32))
+    out = model.inference(x, inference_plans(spec, HOPPER)[0], InferenceOptions(aligned_input=False))
+    first, second = out[:, :n_bins], out[:, n_bins:]
+    assert not first[2].any() and not second[0].any() and np.isnan(first[1]).any()
+    np.testing.assert_array_equal(second[1:], first[[0, 0]])
 
 
 @pytest.mark.parametrize("degree", range(1, 9))

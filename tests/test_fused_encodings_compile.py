@@ -22,6 +22,9 @@ HASH = {"otype": "HashGrid", "n_levels": 3, "log2_hashmap_size": 8, "base_resolu
 ALONE = {
     "harmonics of degree 8": (3, {"otype": "SphericalHarmonics", "degree": 8}),
     "64 octaves": (2, {"otype": "Frequency", "n_frequencies": 64}),
+    "64 octaves of triangles": (2, {"otype": "TriangleWave", "n_frequencies": 64}),
+    "4 bins": (5, {"otype": "OneBlob", "n_bins": 4}),
+    "64 bins": (2, {"otype": "OneBlob", "n_bins": 64}),
     "7 dims": (7, HASH),
     "1 dim": (1, HASH),
     "Rng": (3, HASH | {"hash": "Rng"}),
