@@ -243,12 +243,14 @@ class LoadedKernel:
     """A kernel on a device, with its arguments packed once and changed in place.
 
     parameters   (name, kind) in launch order
+    overlaps     whether it may start while the kernel before it still runs, where kernels take turns
     """
 
     def __init__(self, owner: Device, cubin: bytes, entry: str, parameters: Sequence[tuple[str, str]], *,
-                 name: str, threads: int, shared_bytes: int):  # fmt: skip
+                 name: str, threads: int, shared_bytes: int, overlaps: bool = True):  # fmt: skip
         driver = bindings()
         owner.use()
+        self.overlaps = overlaps
         self.device, self.name, self.threads, self.shared_bytes = owner, name, threads, shared_bytes
         self._module = check(driver.cuModuleLoadData(cubin), f"loading kernel {name}")
         self._function = check(driver.cuModuleGetFunction(self._module, entry.encode()), f"finding kernel {name}")

@@ -52,6 +52,11 @@ class KernelSource:
         return cls(make_body, f"{description} {plan!r}", plan, plan.threads, plan.min_blocks, plan.shared_bytes)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the kernel may start while the one before still runs."""
+        return not (isinstance(self.plan, LevelPlan) and self.plan.gathers)
+
+    @property
     def plan_in_words(self) -> str:
         return self.plan.describe() if self.plan else "element-wise"
 

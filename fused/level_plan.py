@@ -66,6 +66,12 @@ class LevelPlan:
     def n_rows(self) -> int:
         return self.count * self.rows_a_level
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the kernel lives on the L1 cache. Of a multiprocessor's memory that has what shared memory leaves, as
+        divided for the kernel before until all of its blocks are gone."""
+        return self.kind == "encode levels" and not self.shared
+
     def describe(self) -> str:
         where = "shared" if self.shared else "global"
         return f"{self.kind}, {self.count} levels in {where} memory"

@@ -170,6 +170,7 @@ def launch_through_bindings(device: Device, launches: Sequence[RecordedLaunch]) 
 
 def record_of(launch: RecordedLaunch, attributes: dict[str, int]) -> Launch:
     n_blocks, n_rows, threads, shared_bytes, stream = launch.grid
+    attributes = attributes if launch.kernel.overlaps else {}
     config = Config(n_blocks, n_rows, 1, threads, 1, 1, shared_bytes, stream, **attributes)
     return Launch(config, launch.function, launch.arguments)
 

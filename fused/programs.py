@@ -100,7 +100,7 @@ class Toolbox:
         body = source.make_body(OUTLINE)
         loaded = LoadedKernel(
             self.device, compiled.cubin, compiled.entry, body.parameters, name=body.name,
-            threads=source.threads, shared_bytes=source.shared_bytes,
+            threads=source.threads, shared_bytes=source.shared_bytes, overlaps=source.overlaps,
         )  # fmt: skip
         return Program(loaded, compiled, source)
 

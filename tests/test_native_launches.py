@@ -35,7 +35,7 @@ LAUNCHES = [
     WrittenLaunch(
         function=0x7F00_0000_0001_0000 + 16 * i, arguments=0x7FFF_0000_0002_0000 + 16 * i,
         grid=(2**31 - 1 - i, 65535 - i, 384 - 32 * i, 232448 - 1024 * i, 0x7EEE_0000_0003_0000 * i),
-        kernel=SimpleNamespace(name=name),
+        kernel=SimpleNamespace(name=name, overlaps=name != "second"),
     )
     for i, name in enumerate(("first", "second", "third"))
 ]  # fmt: skip
@@ -120,7 +120,7 @@ def test_the_driver_gets_all_launches_in_order(launches: LaunchList, writing: Wr
 )
 def test_launches_overlap_where_kernels_take_turns(capability, attributes, writing: WritingDriver) -> None:
     assert launch_list(capability).run() == 0
-    assert writing.attributes == [attributes] * len(LAUNCHES)
+    assert writing.attributes == [attributes, [], attributes]  # the second is not to overlap
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
