@@ -6,11 +6,12 @@ costs a look-up in the L1 or a reduction in the L2. Levels that don't fit are do
 memory, one level after the other, which keeps one table at a time in the caches.
 
 Sums of gradients are int32 fixed point, for which shared memory has an addition (for float32 it has none). They can't
-overflow: let M >= |dL/dfeature| for all samples and levels, found by the network's kernel, 2^e <= M < 2^(e+1), and 2^s
-the samples that a block adds up before it *drains* its sums to the float32 table gradient, s <= 16. The scale is
-2^(29 - s - e) steps a unit. A sample adds at most M to an entry, its corners' weights being non-negative with sum 1, so
-2^s samples add less than 2^30 steps, and half a step of rounding a corner. A step is at most M / 2^13, and rounding to
-nearest averages out.
+overflow: before it adds up some of its samples (2^16 at most, then it *drains* its sums to the float32 table gradient),
+a block finds S, the sum of their |dL/dfeature|, 2^e <= S < 2^(e+1), and takes 2^(29 - e) steps a unit. The corners of a
+sample have weights that are not negative and add up to 1, so all samples together add at most S to an entry, less than
+2^30 steps, and half a step of rounding a corner. The scale is a block's own, for one feature of one level: gradients of
+average size are at least 2^13 steps, however much larger those of other levels or of single samples are, and rounding
+to nearest averages out.
 """
 
 from __future__ import annotations
@@ -29,31 +30,21 @@ from .fragments import Target, make_zeros
 from .grid import make_grid
 from .level_memory import LevelMemory, SharedGradientMemory, SharedTableMemory
 from .level_plan import COPY_BYTES, TURNS_AT_ONCE, LevelPlan
-from .planes import LARGEST_WORDS, make_read_feature, make_read_planes
+from .mlp import make_block_sum
+from .planes import make_read_feature, make_read_planes, place_in_plane
 from .sinks import RowMemory
 from .stage_io import BATCH, IO_PARAMETERS, TABLE, TABLE_GRADIENT, X_STRIDE, KernelBody, X
 from .tiles import make_barriers, make_indices
 
 LOG2_SAMPLES_A_DRAIN = 16
 LOG2_SUM = 29
+TILES_AT_ONCE = 4  # whose gradients a thread has on their way at a time, looking for S
 
-PARAMETERS = (
-    ("n_tiles", "u32"),
-    ("planes", "u64"),
-    ("plane_bytes", "u32"),
-    ("largest", "u64"),
-    ("log2_samples", "u32"),  # s
-)
-
-
-def log2_samples(n_tiles: int, n_blocks: int, tile_rows: int) -> int:
-    """s for a launch: a block has every `n_blocks`-th of the tiles."""
-    samples = -(-n_tiles // n_blocks) * tile_rows
-    return min((samples - 1).bit_length(), LOG2_SAMPLES_A_DRAIN)
+PARAMETERS = (("n_tiles", "u32"), ("planes", "u64"), ("plane_bytes", "u32"))
 
 
 def make_encode_levels_kernel(target: Target, spec: ModelSpec, plan: LevelPlan, options) -> KernelBody:
-    """The features of some levels to their planes. Clears `largest` for the network's kernel behind it."""
+    """The features of some levels to their planes."""
     grid: GridSpec = spec.encoding
     memory_kind = SharedTableMemory if plan.shared else LevelMemory
     memory = memory_kind(target, options.input_dtype, options.aligned_input, n_input_dims=grid.n_input_dims)
@@ -73,12 +64,11 @@ def make_encode_levels_kernel(target: Target, spec: ModelSpec, plan: LevelPlan, 
 
     all_tiles = _make_all_tiles(target, grid, plan, options, groups, target.device(no_gradient), make_take)
     find_table = _make_load_table(target, grid, plan) if plan.shared else _make_global_table(target)
-    level_of, clear_largest, f32 = _make_level_of(target, plan), _make_clear_largest(target), target.f32
+    level_of, f32 = _make_level_of(target, plan), target.f32
     shared_base = target.dynamic_shared_base()
     block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
 
-    def encode_levels(n_tiles, planes, plane_bytes, largest, log2_samples, io):
-        clear_largest(largest)
+    def encode_levels(n_tiles, planes, plane_bytes, io):
         level = u32(level_of())
         table, place = find_table(shared_base(), io[TABLE], level), (planes, plane_bytes)
         all_tiles(block_index(), n_blocks(), n_tiles, io, level, table, place, u32(0), f32(1))
@@ -104,7 +94,7 @@ def _make_global_gradients_kernel(target: Target, grid: GridSpec, plan: LevelPla
     level_of = _make_level_of(target, plan)
     block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
 
-    def level_gradients(n_tiles, planes, plane_bytes, largest, log2_samples, io):
+    def level_gradients(n_tiles, planes, plane_bytes, io):
         level, place = u32(level_of()), (planes, plane_bytes)
         all_tiles(block_index(), n_blocks(), n_tiles, io, level, io[TABLE], place, io[TABLE_GRADIENT], f32(1))
 
@@ -123,23 +113,25 @@ def _make_shared_gradients_kernel(target: Target, grid: GridSpec, plan: LevelPla
     all_tiles = _make_backward_tiles(target, one_feature, SharedGradientMemory, plan, options, read_gradient)
     level_of, feature_of = _make_level_of(target, plan), _make_feature_of(target, plan)
     clear, drain = _make_clear_sums(target, levels, plan), _make_drain(target, levels, plan, n_features)
-    read_scales, from_feature = _make_read_scales(target), _make_from_feature(target)
+    sum_of_sizes, scales_of = _make_sum_of_sizes(target, plan, n_features), _make_scales_of(target)
+    from_feature = _make_from_feature(target)
     before, offset_of = _make_before(target, 4), _make_offset_of(target, levels)
     barrier, _, _ = make_barriers(target)
     block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     shared_base, smaller = target.dynamic_shared_base(), make_index_arithmetic(target)[0]
     tiles_a_drain = (1 << LOG2_SAMPLES_A_DRAIN) // plan.tile_rows
 
-    def level_gradients(n_tiles, planes, plane_bytes, largest, log2_samples, io):
+    def level_gradients(n_tiles, planes, plane_bytes, io):
         base, level, feature = shared_base(), u32(level_of()), u32(feature_of())
-        scale, inverse = read_scales(largest, log2_samples)
         sums = before(base, offset_of(level))
         place = (from_feature(planes, feature), plane_bytes)
-        clear(base, level)
-        barrier()
         tile, step = u32(block_index()), u32(u32(n_blocks()) * u32(tiles_a_drain))
         while tile < n_tiles:
             end = smaller(u32(tile + step), n_tiles)
+            scale, inverse = scales_of(sum_of_sizes(base, tile, n_blocks(), end, io, level, place))
+            barrier()
+            clear(base, level)
+            barrier()
             all_tiles(tile, n_blocks(), end, io, level, io[TABLE], place, sums, scale)
             barrier()
             drain(base, io[TABLE_GRADIENT], level, feature, inverse)
@@ -322,32 +314,47 @@ def _make_load_table(target: Target, grid: GridSpec, plan: LevelPlan) -> Callabl
 # ------------------------------------------------------------------------------------------------ sums in fixed point
 
 
+def _make_sum_of_sizes(target: Target, plan: LevelPlan, n_features: int) -> Callable:
+    """sum_of_sizes(base, first, step, end, io, level, place) -> of the samples of tiles first, first + step, ... before
+    `end`, |dL/dfeature|, in every thread of the block. Uses shared memory from byte 0 on."""
+    u32, f32, threads, tile_rows = target.u32, target.f32, plan.threads, plan.tile_rows
+    block_sum = make_block_sum(target, threads)
+
+    @target.intrinsic(["u64", "u32", "u32", "u32", "u32", "u32", "u32"], "f32")
+    def own_sizes(e, planes, plane_bytes, level, first, step, end, batch):
+        total, tile = e.f32(0.0), first
+        for _ in range(TILES_AT_ONCE):
+            first_row = e.add(e.mul(tile, tile_rows), e.thread())
+            for turn in range(TURNS_AT_ONCE):
+                row = e.add(first_row, threads * turn)
+                exists = e.both(e.less(tile, end), e.less(row, batch))
+                place = place_in_plane(e, planes, plane_bytes, row, level, n_features)
+                gradient = e.half_to_float(e.load_global_where(exists, place, "u16")[0])
+                total = e.fadd(total, e.bits_to_float(e.and_(e.float_to_bits(gradient), 0x7FFFFFFF)))
+            tile = e.add(tile, step)
+        return total
+
+    def sum_of_sizes(base, first, step, end, io, level, place):
+        total, tile = f32(0), u32(first)
+        while tile < end:
+            total = total + own_sizes(place[0], place[1], level, tile, step, end, io[BATCH])
+            tile = u32(tile + u32(step * u32(TILES_AT_ONCE)))
+        return block_sum(base, total)
+
+    return target.device(sum_of_sizes)
+
+
 @functools.cache
-def _make_clear_largest(target: Target) -> Callable:
-    @target.intrinsic(["u64"], "void")
-    def clear_largest(e, largest):
-        first_block = e.both(e.equal(e.block(), 0), e.equal(e.block_row(), 0))
-        with e.when(e.both(first_block, e.less(e.thread(), LARGEST_WORDS))):
-            e.store_global(e.address(largest, e.thread(), 4), "u32", [e.u32(0)])
+def _make_scales_of(target: Target) -> Callable:
+    """scales_of(S) -> (steps a unit, its inverse), powers of two."""
 
-    return clear_largest
-
-
-@functools.cache
-def _make_read_scales(target: Target) -> Callable:
-    """read_scales(largest, s) -> (steps a unit, its inverse), powers of two."""
-
-    @target.intrinsic(["u64", "u32"], ("f32", 2))
-    def read_scales(e, largest, log2_samples):
-        bits = e.u32(0)
-        for first in range(0, LARGEST_WORDS, 32):
-            bits = e.maximum(bits, e.load_global(e.address(largest, e.lane(), 4), "u32", 1, 4 * first)[0])
-        exponent = e.shr(e.warp_maximum(bits), 23)  # 127 + e
-        steps = e.sub(e.sub(LOG2_SUM + 2 * 127, log2_samples), exponent)
-        steps = e.minimum(steps, 253)  # as the exponent of a float32, whose inverse must be one too
+    @target.intrinsic(["f32"], ("f32", 2))
+    def scales_of(e, size):
+        exponent = e.shr(e.float_to_bits(size), 23)  # 127 + e
+        steps = e.minimum(e.sub(LOG2_SUM + 2 * 127, exponent), 253)  # so that the inverse is a float32, too
         return [e.bits_to_float(e.shl(steps, 23)), e.bits_to_float(e.shl(e.sub(254, steps), 23))]
 
-    return read_scales
+    return scales_of
 
 
 @functools.cache
@@ -379,18 +386,16 @@ def _make_clear_sums(target: Target, levels: tuple[GridLevel, ...], plan: LevelP
 
 
 def _make_drain(target: Target, levels: tuple[GridLevel, ...], plan: LevelPlan, n_features: int) -> Callable:
-    """drain(base, table_gradient, level, feature, inverse): add the sums to the table gradient and clear them."""
+    """drain(base, table_gradient, level, feature, inverse): add the sums to the table gradient."""
 
     @target.intrinsic(["u32", "u64", "u32", "u32", "u32", "u32", "f32"], "void")
     def drain_entry(e, base, table_gradient, offset, feature, first, n_entries, inverse):
         entry = e.add(first, e.thread())
         with e.when(e.less(entry, n_entries)):
-            place = e.add(base, e.shl(entry, 2))
-            steps = e.load_shared(place, "u32")[0]
+            steps = e.load_shared(e.add(base, e.shl(entry, 2)), "u32")[0]
             with e.when(e.less(0, steps)):  # any but 0
                 row = e.address(table_gradient, e.add(offset, entry), 4 * n_features)
                 e.add_global(e.address(row, feature, 4), [e.fmul(e.int_to_float(steps), inverse)])
-                e.store_shared(place, "u32", [e.u32(0)])
 
     n_entries_of = target.constant(np.array([level.n_entries for level in levels], np.uint32))
     offset_of, u32, threads = _make_offset_of(target, levels), target.u32, plan.threads

@@ -162,7 +162,8 @@ def _by_memory(
     n_shared = next((i for i, size in enumerate(sizes) if size > chip.shared_per_block), len(sizes))
     plans = []
     if n_shared:
-        plans.append(LevelPlan(kind, 0, n_shared, True, threads, max(sizes[:n_shared]), rows_a_level))
+        shared_bytes = max(threads // 8, *sizes[:n_shared])  # a word a warp at least, for sums over the block
+        plans.append(LevelPlan(kind, 0, n_shared, True, threads, shared_bytes, rows_a_level))
     if n_shared < len(sizes):
         # blocks of 256 threads: what hides latency here is blocks, of which many fit
         plans.append(LevelPlan(kind, n_shared, len(sizes) - n_shared, False, min(threads, 256), 16, min_blocks=4))

@@ -6,9 +6,8 @@ from __future__ import annotations
 from ..specs import ModelSpec, round_up
 from .gradient_programs import Batch, SingleGradientProgram
 from .jobs import LevelSplitGradientJob, LevelSplitInferenceJob
-from .level_kernels import log2_samples
 from .level_plan import LevelPlan
-from .planes import LARGEST_WORDS, network_behind_planes
+from .planes import network_behind_planes
 from .programs import PartialSums, Program, Toolbox, Workspace
 
 PLANES_BYTES = 256 * 2**20
@@ -16,24 +15,24 @@ PLANES_BYTES = 256 * 2**20
 
 ROWS_ALIGNMENT = 64
 
+LAUNCHED = ("n_tiles", "planes", "plane_bytes", "x", "x_stride", "batch")
+"""What is different in each launch of a level kernel."""
+
 
 class LevelKernels:
     """The kernels of one kind for all levels, one after the other."""
 
     def __init__(self, plans: tuple[LevelPlan, ...], programs: list[Program]):
         self._kernels = [
-            (program.kernel, program.kernel.setter("n_tiles", "planes", "plane_bytes", "largest", "log2_samples", "x",
-             "x_stride", "batch"), plan, max(1, program.max_blocks // plan.n_rows))
+            (program.kernel, program.kernel.setter(*LAUNCHED), plan, max(1, program.max_blocks // plan.n_rows))
             for plan, program in zip(plans, programs, strict=True)
-        ]  # fmt: skip
+        ]
 
-    def launch(self, planes: int, plane_bytes: int, largest: int, x: int, x_stride: int, n: int, stream: int) -> None:
+    def launch(self, planes: int, plane_bytes: int, x: int, x_stride: int, n: int, stream: int) -> None:
         for kernel, set_values, plan, max_blocks in self._kernels:
             n_tiles = -(-n // plan.tile_rows)
-            n_blocks = min(n_tiles, max_blocks)
-            samples = log2_samples(n_tiles, n_blocks, plan.tile_rows)
-            set_values(n_tiles, planes, plane_bytes, largest, samples, x, x_stride, n)
-            kernel.launch(n_blocks, stream, plan.n_rows)
+            set_values(n_tiles, planes, plane_bytes, x, x_stride, n)
+            kernel.launch(min(n_tiles, max_blocks), stream, plan.n_rows)
 
 
 class _Planes:
@@ -51,9 +50,6 @@ class _Planes:
 
     def place(self, name: str, n_rows: int) -> int:
         return self._workspace.get(name, self._n_levels * self.row_bytes * n_rows)
-
-    def largest(self) -> int:
-        return self._workspace.get("largest gradients", 4 * LARGEST_WORDS)
 
 
 class LevelSplitInferenceProgram:
@@ -80,10 +76,10 @@ class LevelSplitInferenceProgram:
     def run(self, x: int, x_stride: int, out: int, out_stride: int, batch: int, stream: int) -> None:
         chunk = self._planes.rows(batch)
         planes, plane_bytes = self._planes.place("feature planes", chunk), self._planes.row_bytes * chunk
-        largest, tile_rows = self._planes.largest(), self.plan.network.tile_rows
+        tile_rows = self.plan.network.tile_rows
         for start in range(0, batch, chunk):
             n = min(chunk, batch - start)
-            self._encode.launch(planes, plane_bytes, largest, x + start * x_stride, x_stride, n, stream)
+            self._encode.launch(planes, plane_bytes, x + start * x_stride, x_stride, n, stream)
             n_tiles = -(-n // tile_rows)
             self._set(n_tiles, planes, plane_bytes, n, out + start * out_stride, out_stride)
             self._network.kernel.launch(min(n_tiles, self._network.max_blocks), stream)
@@ -112,14 +108,14 @@ class LevelSplitGradientProgram:
         partial = workspace.get("partial sums", n_rows * network.row_bytes)
         losses = workspace.get("losses", 4 * n_rows)
         features, gradients = planes.place("feature planes", chunk), planes.place("gradient planes", chunk)
-        largest, plane_bytes = planes.largest(), planes.row_bytes * chunk
-        network.programs[0].kernel.set(table=largest, table_gradient=gradients)
+        plane_bytes = planes.row_bytes * chunk
+        network.programs[0].kernel.set(table_gradient=gradients)
         row = 0
         for start in range(0, batch.size, chunk):
             part = batch.rows(start, min(chunk, batch.size - start))
-            self._encode.launch(features, plane_bytes, largest, part.x, part.x_stride, part.size, stream)
+            self._encode.launch(features, plane_bytes, part.x, part.x_stride, part.size, stream)
             behind = part.with_inputs(features, plane_bytes)
             network.launch(behind, mark, stream, partial + row * network.row_bytes, losses + 4 * row)
-            self._gradients.launch(gradients, plane_bytes, largest, part.x, part.x_stride, part.size, stream)
+            self._gradients.launch(gradients, plane_bytes, part.x, part.x_stride, part.size, stream)
             row += network.n_blocks(part.size)
         return PartialSums(partial, n_rows, network.row_bytes, losses, n_rows)

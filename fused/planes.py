@@ -5,9 +5,7 @@ So a warp that works on one level, a sample a lane, reads and writes consecutive
 come back in planes of the same layout.
 
 To the network's kernel the planes are an encoding without arithmetic (`make_planes`): its inputs are the feature planes
-(`x`, `x_stride` the bytes of a plane), its table gradient the gradient planes, and in place of a table it has
-`LARGEST_WORDS` words, whose maximum becomes that of |dL/dfeature|, as the bits of a float32. Who sums these gradients
-in fixed point chooses the scale by it (`level_kernels.py`).
+(`x`, `x_stride` the bytes of a plane), its table gradient the gradient planes; it has no table.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from dataclasses import dataclass
 from ..specs import GridSpec, ModelSpec
 from .encoding_parts import BackwardPart, EncodingParts, ItemGroup, power_of_two_in
 from .fragments import Target
-from .sinks import ROW, TABLE, X_STRIDE, X
-
-LARGEST_WORDS = 64  # one would be a place that all warps of a chip meet at
+from .sinks import ROW, X_STRIDE, X
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def make_planes(target: Target, spec: PlanesSpec, memory, *, table_gradient: boo
         put(at, u32(item * u32(chunk)), read(at[X], at[X_STRIDE], at[ROW], item))
 
     def backward(item, at, gradient, live, dx):
-        write(gradient, at[X_STRIDE], at[ROW], item, get(at, u32(item * u32(chunk))), live, at[TABLE])
+        write(gradient, at[X_STRIDE], at[ROW], item, get(at, u32(item * u32(chunk))), live)
 
     def make_features(n_values: int):
         raise NotImplementedError("planes are an encoding of their own, not part of a Sum or Product")
@@ -136,21 +132,15 @@ def _store(e, address, values):
 
 
 def _make_write(target: Target, n_features: int, chunk: int):
-    """write(planes, plane_bytes, row, item, values, live, largest): where live; and their largest to `largest`."""
+    """write(planes, plane_bytes, row, item, values, live): where live."""
     levels = chunk // n_features
 
-    @target.intrinsic(["u64", "u32", "u32", "u32", ("f32", chunk), "f32", "u64"], "void")
-    def write(e, planes, plane_bytes, row, item, values, live, largest):
-        is_live, first = e.less(0, e.float_to_bits(live)), e.mul(item, levels)
-        with e.when(is_live):
+    @target.intrinsic(["u64", "u32", "u32", "u32", ("f32", chunk), "f32"], "void")
+    def write(e, planes, plane_bytes, row, item, values, live):
+        first = e.mul(item, levels)
+        with e.when(e.less(0, e.float_to_bits(live))):
             for i in range(levels):
                 place = place_in_plane(e, planes, plane_bytes, row, e.add(first, i), n_features)
                 _store(e, place, values[n_features * i : n_features * (i + 1)])
-        bits = e.u32(0)
-        for value in values:
-            bits = e.maximum(bits, e.and_(e.float_to_bits(value), 0x7FFFFFFF))
-        bits = e.warp_maximum(e.select(is_live, bits, e.u32(0)))
-        with e.when(e.equal(e.lane(), 0)):
-            e.maximum_global(e.address(largest, e.mod(e.block(), LARGEST_WORDS), 4), bits)
 
     return write

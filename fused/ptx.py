@@ -468,7 +468,8 @@ class Emitter:
         constraints = ",".join([f"=&{letter}"] * count + ["l", "r", "~{memory}"])
         flag = self.builder.zext(predicate, I32)
         loaded = self.asm([llvm] * count, text, constraints, [address, flag])
-        return [loaded] if count == 1 else list(loaded)
+        values = [loaded] if count == 1 else loaded
+        return [self.builder.zext(v, I32) for v in values] if kind == "u16" else list(values)
 
     def store_global(self, address, kind: str, values, offset: int = 0):
         self._store("st.global", address, "l", offset, kind, values)
