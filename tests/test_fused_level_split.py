@@ -17,7 +17,9 @@ import numba_tcnn as tcnn
 from benchmarks.agreement.draws import OPTIMIZER
 from numba_tcnn.config import parse_model
 from numba_tcnn.fused import level_kernels, level_plan, level_split_programs
+from numba_tcnn.fused.jobs import LevelSplitInferenceJob
 from numba_tcnn.fused.plan import architecture
+from numba_tcnn.fused.stage_io import InferenceOptions
 from numba_tcnn.layout import grid_levels, n_network_params, n_params, parameter_blocks
 from numba_tcnn.reference.model import Model
 from numba_tcnn.specs import LossSpec
@@ -175,6 +177,17 @@ def test_a_gradient_that_is_not_finite_skips_the_step(no_reference: None) -> Non
     model.trainer.training_step(x, y)
     assert model.trainer.skipped_steps == 1 and np.isfinite(model.params).all()
     assert not np.array_equal(model.params, before)
+
+
+def test_kernels_that_gather_through_l1_do_not_overlap() -> None:
+    """They would find it as small as a kernel with much shared memory has left it."""
+    spec = parse_model(3, 1, {"otype": "HashGrid", "log2_hashmap_size": 19}, MLP)
+    job = LevelSplitInferenceJob(spec, InferenceOptions())
+    sources = job.sources(job.plans(HOPPER)[0])
+    overlaps = {source.plan_in_words: source.overlaps for source in sources}
+    assert sum(not overlap for overlap in overlaps.values()) == 1
+    (alone,) = (words for words, overlap in overlaps.items() if not overlap)
+    assert alone.startswith("encode levels") and alone.endswith("in global memory")
 
 
 @pytest.mark.parametrize(("encoding", "network", "expected"), [
