@@ -46,8 +46,17 @@ def test_depths_and_output_widths(n_hidden_layers: int, n_out: int) -> None:
     check(make_spec(n_out=n_out, bias=True, **shape))
 
 
-@pytest.mark.parametrize("hidden", [(64, 32, 16), (20, 40), (80,)], ids=str)
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "staged"),
+    [
+        ((64, 32, 16), False),
+        ((20, 40), False),
+        ((80,), True),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (((64, 32, 16), True), ((20, 40), True))),
+        pytest.param((80,), False, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_hidden_widths(hidden: tuple[int, ...], staged: bool) -> None:
     """Parts of dW that are divided among warps evenly or not, over samples or not."""
     spec = make_spec(otype="CutlassMLP", hidden=list(hidden), activation="Sigmoid", bias=True)

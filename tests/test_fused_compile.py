@@ -264,6 +264,7 @@ def test_plans_whose_wgmma_is_serialised_are_passed_over() -> None:
 
 
 @needs_toolkit
+@pytest.mark.exhaustive
 def test_large_kernels_are_one_function(ptx_of) -> None:
     """LLVM would rather call the body of a large kernel, which then spills: fused plans were passed over for that."""
     spec = spec_of(3, 18, {"otype": "Identity"}, n_neurons=128, n_hidden_layers=4, activation="Softplus")

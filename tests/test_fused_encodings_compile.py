@@ -43,7 +43,7 @@ def kernels_of(job: InferenceJob | GradientJob) -> list:
     return [kernel for _, kernel in kernels]
 
 
-LONGEST = ("product",)  # a product of a sum is always compiled
+LONGEST = ("product", "gaps and overlaps", "sum")  # a product of a sum is always compiled
 
 
 @needs_toolkit

@@ -66,7 +66,7 @@ ALONE = {
 }
 
 
-LONGEST = ("7 dims", "sum")  # a product of a sum, and grids of other dims, are always compiled
+LONGEST = ("7 dims", "sum", "gaps and overlaps")  # a product of a sum, and grids of other dims, are always compiled
 
 
 @needs_toolkit

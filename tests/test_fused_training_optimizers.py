@@ -137,7 +137,7 @@ def test_training_slices(shift: int, gpu: EmulatedDriver, no_reference: None) ->
     train(with_optimizer(slices(make(CONFIG), ema, OPTIMIZERS["Novograd"], shift)))
 
 
-SHORT = ("SGD", "Shampoo", "EMA of Batched Novograd")
+SHORT = ("SGD", "EMA of Batched Novograd")
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def test_the_models_are_well_conditioned(model):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_almost_all_random_models_are_well_conditioned():
     """All gates are explained. Of the few whose errors are beyond the tolerance, `Agreement.spread` says so."""
     n_beyond = 0

@@ -41,7 +41,7 @@ def projections(model: Model, x: np.ndarray, v: np.ndarray, dL_dy: np.ndarray) -
     return np.sum(v * model.backward(x, dL_dy, params=False).input, axis=1)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(models(), st.integers(0, 2**32 - 1))
 @example(ModelSpec(3, 2, SMOOTH_GRID, NetworkSpec("CutlassMLP", hidden=(16, 24), activation="SiLU"), 16), 0)
 @example(ModelSpec(3, 6, SMOOTH_GRID, None, 6), 1)

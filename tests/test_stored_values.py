@@ -73,7 +73,12 @@ def test_a_second_right_implementation_passes(name: str) -> None:
         Reader(model, x.astype(np.float32), row, dL_dy[row]).flips(*alone(second, x, dL_dy, row), 0.0)
 
 
-@pytest.mark.parametrize("name", DRAWS)
+SHORT = ("one dimension", "hash grid", "bfloat16", "biases")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.exhaustive]) for name in DRAWS]
+)
 def test_fused_kernels_pass(name: str, gpu, no_reference) -> None:
     x, params, dL_dy, model = given(DRAWS[name])
     fused = FusedModel(DRAWS[name], params)
