@@ -149,7 +149,9 @@ def train(config: dict[str, Any], seed: int, n_steps: int, dtype: str = "float16
 few = settings(deadline=None, max_examples=3, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "Shampoo" else []) for name in LEAVES]
+)
 @few
 @given(data=st.data(), seed=SEEDS)
 def test_optimizers_that_move_parameters(name: str, data: st.DataObject, seed: int) -> None:

@@ -42,11 +42,13 @@ def test_a_distance_function(capability: tuple[int, int], ptx_of) -> None:  # no
 
 
 @needs_toolkit
+@pytest.mark.exhaustive
 def test_a_deeper_distance_function(ptx_of) -> None:  # noqa: F811
     check_job(distance_function(3, "Sine"), (9, 0), ptx_of)
 
 
 @needs_toolkit
+@pytest.mark.exhaustive
 def test_networks_on_turing(ptx_of) -> None:  # noqa: F811
     spec = spec_of(16, 16, {"otype": "Identity"}, n_neurons=32, n_hidden_layers=2, activation="SiLU")
     check_job(spec, (7, 5), ptx_of, "float16")
@@ -66,7 +68,7 @@ ALONE = {
 }
 
 
-LONGEST = ("7 dims", "sum", "gaps and overlaps")  # a product of a sum, and grids of other dims, are always compiled
+LONGEST = ("7 dims", "sum", "product of a sum")  # gaps and overlaps, and grids of other dims, are always compiled
 
 
 @needs_toolkit
