@@ -287,9 +287,6 @@ class Emitter:
         value = np.broadcast_to(value, (self.block_state.n_threads,))
         return value[self.block_state.threads ^ mask]
 
-    def warp_maximum(self, value):
-        return np.repeat(self._wide(value, np.uint32).reshape(-1, WARP).max(axis=1), WARP)
-
     def barrier(self):
         self.block_state.shared.barrier()
 
@@ -452,7 +449,7 @@ class Emitter:
         self._global(address, 1, 0, READ)
 
     def prefetch_closer(self, shared_address, address):
-        self._global(address, 1, 0, READ)
+        self.prefetch(address)
         active = self.block_state.mask
         addresses = self._wide(shared_address, np.int64)[active]
         self.block_state.shared.check_write(addresses, 4, self.block_state.threads[active])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from llvmlite import ir
@@ -50,6 +51,7 @@ def make_intrinsic(cc: int, arguments: Sequence, result, body: Callable):
     return numba_intrinsic(typing)
 
 
+@functools.cache
 def make_take_turn(cc: int):
     """take_turn(): a kernel's first statement, which orders it among the kernels of a stream; see PTX, griddepcontrol.
 

@@ -7,7 +7,6 @@ are bridged here, so that whole kernels compile to PTX for any architecture with
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import re
 import sys
@@ -107,11 +106,6 @@ def _without_device(capability: tuple):
         yield
 
 
-@functools.cache
-def _take_turn(cc: int):
-    return intrinsics.make_take_turn(cc)
-
-
 def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int, capability: tuple):
     """`function(*own, io)` as a kernel `name` of scalar parameters; `io` is the tuple of those behind `n_own`.
 
@@ -125,7 +119,7 @@ def _kernel_with_flat_parameters(name: str, function, parameters, n_own: int, ca
     namespace = {"body": cuda.jit(device=True, fastmath=True, forceinline=True)(function)}
     lines = [f"body({', '.join(arguments)})"]
     if capability[:2] >= TURNS_SINCE:
-        namespace["take_turn"] = _take_turn(10 * capability[0] + capability[1])
+        namespace["take_turn"] = intrinsics.make_take_turn(10 * capability[0] + capability[1])
         lines.insert(0, "take_turn()")
     exec(f"def {name}({', '.join(names)}):\n    " + "\n    ".join(lines), namespace)
     return namespace[name]

@@ -332,14 +332,6 @@ class Emitter:
         text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, {ALL_LANES};"
         return self.asm([value.type], text, kind, [value], collective=True)
 
-    def warp_maximum(self, value):
-        """Unsigned maximum over the warp, in every lane."""
-        if self.cc >= 80:
-            return self.asm([I32], f"redux.sync.max.u32 $0, $1, {ALL_LANES};", "=r,r", [value], collective=True)
-        for mask in (16, 8, 4, 2, 1):
-            value = self.maximum(value, self.shuffle_xor(value, mask))
-        return value
-
     def barrier(self):
         self.asm([], "bar.sync 0;", "~{memory}", collective=True)
 

@@ -101,3 +101,13 @@ def plain_draw(seed: int, number: int) -> Draw:
         chance.choice(("float32", "float16")),
         chance.getrandbits(32),
     )
+
+
+CANCELLING = Draw(
+    1, 8, {"otype": "Identity", "scale": -0.063, "offset": 0.519},
+    {"otype": "CutlassMLP", "n_neurons": 11, "n_hidden_layers": 4, "activation": "ReLU", "output_activation": "ReLU",
+     "bias": False},
+    "RelativeL1", seed=2027876459,
+)  # fmt: skip
+"""Draw 160 of seed 20261201: one unit's input cancels to a hundredth, dL/dx is a sixteenth of what is left of dL/dz
+that are up to 32, and all samples are almost the same one."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from model_draws import CANCELLING
 
 from benchmarks.agreement import training
 from benchmarks.agreement.comparison import Figure
@@ -81,14 +82,6 @@ def test_an_optimizer_whose_steps_do_not_shrink_with_its_rate_makes_fewer(gpu, n
 
 
 # ----------------------------------------------------------------------------- what two right ones are apart
-
-CANCELLING = Draw(
-    1, 8, {"otype": "Identity", "scale": -0.063, "offset": 0.519},
-    {"otype": "CutlassMLP", "n_neurons": 11, "n_hidden_layers": 4, "activation": "ReLU", "output_activation": "ReLU",
-     "bias": False},
-    "RelativeL1", seed=2027876459,
-)  # fmt: skip
-"""Draw 160 of seed 20261201: one unit's input cancels to a hundredth, and all samples are almost the same one."""
 
 ONE_GATE = Draw(
     1, 20, {"otype": "Frequency", "n_frequencies": 1},

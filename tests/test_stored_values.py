@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from model_draws import CANCELLING
 
 from benchmarks.agreement.comparison import Comparison
 from benchmarks.agreement.draws import Draw
@@ -18,13 +19,6 @@ from numba_tcnn.reference.model import Model
 GRID = {"otype": "HashGrid", "n_levels": 4, "log2_hashmap_size": 8, "base_resolution": 4, "per_level_scale": 1.5}
 NETWORK = {"otype": "CutlassMLP", "n_neurons": 24, "n_hidden_layers": 3, "bias": False}
 RELU = Draw(2, 5, GRID, NETWORK | {"activation": "ReLU", "output_activation": "None"}, "L2", seed=3)
-CANCELLING = Draw(
-    1, 8, {"otype": "Identity", "scale": -0.063, "offset": 0.519},
-    {"otype": "CutlassMLP", "n_neurons": 11, "n_hidden_layers": 4, "activation": "ReLU", "output_activation": "ReLU",
-     "bias": False},
-    "RelativeL1", seed=2027876459,
-)  # fmt: skip
-"""Draw 160 of seed 20261201: dL/dx is a sixteenth of what is left of dL/dz that are up to 32."""
 DRAWS = {
     "cancelling": CANCELLING,
     "hash grid": RELU,
