@@ -151,7 +151,9 @@ def make_single_gradient_kernel(
     """Encode, forward, loss, backward and scatter; dW stays in registers to the end, then goes to the block's row."""
     target = target.storing(plan.dtype)
     shared_base = make_aligned_base(target, plan.shared_alignment)
-    before_weight_gradients, after_weight_gradients = make_exchange(target, plan.exchange)
+    before_weight_gradients, after_weight_gradients = make_exchange(
+        target, plan.exchange, by_wgmma=any(layer.by_warpgroups for layer in plan.layers)
+    )
     block_index, n_blocks = make_indices(target).block, make_indices(target).n_blocks
     load_all, need = make_load_weights(target, plan, layer_offsets(spec))
     begin, take_x, end = make_features(target, spec, plan, options)
@@ -167,7 +169,7 @@ def make_single_gradient_kernel(
     network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
     zeros = make_zeros(target, n_accumulators(plan.layers))
     weight_gradients = make_weight_gradients_from(target, plan.layers)
-    write = make_write_partial_sums(target, plan.layers)
+    write = make_write_partial_sums(target, plan.layers, plan.scratch)
     block_sum, store_loss = make_block_sum(target, plan.threads), make_store_loss(target)
     first_row_of, u32, f32 = make_first_row_of(target, plan), target.u32, target.f32
     encoding_backward = make_features_backward(target, spec, plan, options, need)
@@ -315,7 +317,7 @@ def make_weight_gradient_kernel(
     bias_offset_of = target.constant(np.array([starts[i] for i in layers], np.uint32))
     zeros = make_zeros(target, n_accumulators(plan.layers))
     weight_gradients = make_weight_gradients(target, plan.layers)
-    write = make_write_partial_sums(target, plan.layers)
+    write = make_write_partial_sums(target, plan.layers, plan.scratch)
     region, u32, warps = make_region(target), target.u32, plan.warps
 
     @target.intrinsic(["u64", "u32"], "u64")

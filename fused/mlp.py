@@ -121,9 +121,8 @@ class WeightGradient:
             raise ValueError(f"{self} has more warps than blocks")
         if self.d.rows // 16 % self.sample_parts:
             raise ValueError(f"the samples of {self} do not divide among the warps")
-        swizzled = isinstance(self.d, SwizzledTile)
-        if swizzled and not self.by_warpgroups and self.warp_rows * self.warp_columns > 1:
-            raise ValueError(f"{self} divides a swizzled tile's columns at run time")
+        if not (self.by_warpgroups or (self.d.divides(self.warp_rows) and self.h.divides(self.warp_columns))):
+            raise ValueError(f"the columns of {self} do not divide so among the warps")
 
     @property
     def by_warpgroups(self) -> bool:
@@ -171,13 +170,10 @@ class WeightGradient:
         )
 
 
-def shares_within(layers: tuple[WeightGradient, ...], rows: int) -> str:
-    """Who reads a warp's `rows` samples when dW is summed: the "block", its "warpgroup", or the "warp" alone."""
-    if any(not layer.by_warpgroups and layer.d.rows // layer.sample_parts > rows for layer in layers):
-        return "block"
-    if any(layer.by_warpgroups and layer.warp_rows > WARPGROUP for layer in layers):
-        return "block"
-    return "warpgroup" if any(layer.by_warpgroups for layer in layers) else "warp"
+def shares_within(layers: tuple[WeightGradient, ...]) -> str:
+    """Who reads a warp's samples when dW is summed: the "block", its "warpgroup", or the "warp" alone."""
+    sharing = max(layer.warp_rows * layer.warp_columns for layer in layers)
+    return "warp" if sharing == 1 else "warpgroup" if sharing <= WARPGROUP else "block"
 
 
 def n_accumulators(layers: tuple[WeightGradient, ...]) -> int:
@@ -224,9 +220,9 @@ def make_weight_gradients_from(target: Target, layers: tuple[WeightGradient, ...
             d_address = layer.d.crossed(e, base)
             h_address = layer.h.straight(e, base_of_first if layer is layers[0] else base)
             if layer.warp_rows > 1:
-                d_address = e.add(d_address, layer.d.column_blocks(e, first_row))
+                d_address = layer.d.at_column_block(e, d_address, first_row)
             if layer.warp_columns > 1:
-                h_address = e.add(h_address, layer.h.column_blocks(e, first_column))
+                h_address = layer.h.at_column_block(e, h_address, first_column)
             d_address = e.add(d_address, e.mul(sample_part, samples * layer.d.stride))
             h_address = e.add(h_address, e.mul(sample_part, samples * layer.h.stride))
             for s in range(samples // 16):
@@ -251,8 +247,35 @@ def make_weight_gradients_from(target: Target, layers: tuple[WeightGradient, ...
     return add_weight_gradients
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Up to 8 accumulators of a layer that are summed over warps and written together: a block of dW, or some of db."""
+
+    layer: WeightGradient
+    first: int  # of all layers' accumulators
+    count: int
+    row_block: int
+    column_block: int | None  # None: of db
+
+
+def _pieces(layers: tuple[WeightGradient, ...]) -> list[_Piece]:
+    pieces, first = [], 0
+    for layer in layers:
+        for block in range(layer.row_blocks * layer.column_blocks):
+            pieces.append(_Piece(layer, first + 8 * block, 8, *divmod(block, layer.column_blocks)))
+        if layer.bias_offset is not None:
+            start = first + layer.n_weight_accumulators
+            pieces += [_Piece(layer, start + 4 * m, 4, m, None) for m in range(layer.row_blocks)]
+        first += layer.n_accumulators
+    return pieces
+
+
+PIECE_BYTES = 4 * 8
+"""Of a thread's largest piece, the least that sums over warps need of shared memory at a time."""
+
+
 @functools.cache
-def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
+def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...], room: int):
     """write(base, accumulators, partial_sums, bias_sums, row_bytes, row, accumulate, bad, mark): this block's dW and db
     to its row.
 
@@ -260,9 +283,12 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
     bias_sums     the same for biases: `bias_offset` counts from there
     accumulate    0 to overwrite the row, 1 to add to it
     bad, mark     a word in global memory that becomes at least `mark` if any sum is not finite
-    Where samples were divided among warps, the warps add up in shared memory, one after the other in a fixed order,
-    from byte 0 on: the tiles are lost.
+    Where samples were divided among warps, all put as much as the block's `room` bytes of shared memory hold there,
+    from byte 0 on: the tiles are lost. Then each sums some pieces over the warps, in the order of the warps.
     """
+    divided = [piece for piece in _pieces(layers) if piece.layer.sample_parts > 1]
+    a_turn = max(1, room // (PIECE_BYTES * 32 * layers[0].n_warps))
+    turns = [divided[i : i + a_turn] for i in range(0, len(divided), a_turn)]
     count = n_accumulators(layers)
 
     @target.intrinsic(["u32", ("f32", count), "u64", "u64", "u32", "u32", "u32", "u64", "u32"], "void")
@@ -273,85 +299,92 @@ def make_write_partial_sums(target: Target, layers: tuple[WeightGradient, ...]):
             finite = e.both(finite, e.is_finite(value))
         with e.when(e.equal(e.select(finite, e.u32(1), e.u32(0)), 0)):
             e.maximum_global(bad, mark)
-        line = e.address_by(partial_sums, row, row_bytes)
-        bias_line = e.address_by(bias_sums, row, row_bytes)
-        lane = e.lane()
-        g, t2 = e.shr(lane, 2), e.shl(e.and_(lane, 3), 1)
-
-        def add_to(place, values, offset):
-            old = e.load_global(place, "f32", len(values), offset, constant=False)
-            sums = [e.fadd(e.select(adds, o, e.f32(0.0)), v) for o, v in zip(old, values, strict=True)]
-            e.store_global(place, "f32", sums, offset)
-
-        first = 0
-        for layer in layers:
-            values = accumulators[first : first + layer.n_accumulators]
-            first += layer.n_accumulators
-            first_row, own_row, first_column, own_column, part = layer.place(e)
-            fan_in = layer.h.columns
-            top, left = e.add(g, e.shl(first_row, 4)), e.add(t2, e.shl(first_column, 4))
-            if layer.transposed:
-                top, left = left, top
-            place = e.address(line, e.add(e.mul(top, fan_in), left), 4, 4 * layer.parameter_offset)
-
-            def write_block(m, n, values, place=place, fan_in=fan_in, transposed=layer.transposed):
-                if transposed:
-                    for i, value in enumerate(values):
-                        offset = 4 * ((16 * n + 8 * (i // 4) + i % 2) * fan_in + 16 * m + 8 * (i // 2 % 2))
-                        (old,) = e.load_global(place, "f32", 1, offset, constant=False)
-                        e.store_global(place, "f32", [e.fadd(e.select(adds, old, e.f32(0.0)), value)], offset)
-                    return
-                for i in range(0, 8, 2):
-                    half, r = i // 4, i % 4
-                    offset = 4 * ((16 * m + 8 * (r // 2)) * fan_in + 16 * n + 8 * half)
-                    add_to(place, values[i : i + 2], offset)
-
-            def write_biases(values, layer=layer, top=top, first_row=first_row, own_row=own_row, own_column=own_column):
-                place = e.address(bias_line, top, 4, 4 * layer.bias_offset)
-                writes = e.both(e.equal(own_column, 0), e.equal(t2, 0))
-                for m in range(layer.row_blocks):
-                    with e.when(e.both(writes, e.less(own_row, e.add(first_row, m + 1)))):
-                        add_to(place, [values[4 * m]], 4 * 16 * m)
-                        add_to(place, [values[4 * m + 2]], 4 * (16 * m + 8))
-
-            def write(values, layer=layer, first_row=first_row, own_row=own_row, first_column=first_column,
-                      own_column=own_column, write_block=write_block, write_biases=write_biases):  # fmt: skip
-                if layer.bias_offset is not None:
-                    write_biases(values[layer.n_weight_accumulators :])
-                uneven_rows = layer.n_row_blocks % layer.warp_rows
-                uneven_columns = layer.n_column_blocks % layer.warp_columns
-                for block in range(layer.row_blocks * layer.column_blocks):
-                    m, n = divmod(block, layer.column_blocks)
-                    numbers = values[8 * block : 8 * block + 8]
-                    if not (uneven_rows or uneven_columns):
-                        write_block(m, n, numbers)
-                        continue
-                    # block >= own, said without a comparison that could underflow
-                    owns_row = e.less(own_row, e.add(first_row, m + 1))
-                    owns_column = e.less(own_column, e.add(first_column, n + 1))
-                    with e.when(e.both(owns_row, owns_column)):
-                        write_block(m, n, numbers)
-
-            if layer.sample_parts == 1:
-                write(values)
-                continue
-            n_slots = layer.warp_rows * layer.warp_columns * 32
-            slot = e.add(e.mul(e.mod(e.warp(), layer.warp_rows * layer.warp_columns), 32), lane)
-            scratch = e.add(base, e.shl(slot, 2))
-            for turn in range(layer.sample_parts):
-                e.barrier()
-                with e.when(e.equal(part, turn)):
-                    sums = values
-                    if turn:
-                        loaded = [e.load_shared(scratch, "f32", 1, 4 * n_slots * i)[0] for i in range(len(values))]
-                        sums = [e.fadd(a, b) for a, b in zip(loaded, values, strict=True)]
-                    if turn == layer.sample_parts - 1:
-                        write(sums)
-                    else:
-                        for i, value in enumerate(sums):
-                            e.store_shared(scratch, "f32", [value], 4 * n_slots * i)
+        lines = e.address_by(partial_sums, row, row_bytes), e.address_by(bias_sums, row, row_bytes)
+        writers = {layer: _PieceWriter(e, layer, *lines, adds) for layer in layers}
+        for piece in _pieces(layers):
+            if piece.layer.sample_parts == 1:
+                writers[piece.layer].write(piece, accumulators[piece.first : piece.first + piece.count])
+        own = e.add(base, e.shl(e.thread(), 4))
+        for turn in turns:
+            e.barrier()
+            for i, piece in enumerate(turn):
+                for j in range(0, piece.count, 4):
+                    values = accumulators[piece.first + j : piece.first + j + 4]
+                    e.store_shared(own, "f32", values, (2 * i + j // 4) * 16 * 32 * piece.layer.n_warps)
+            e.barrier()
+            for i, piece in enumerate(turn):
+                writers[piece.layer].sum_and_write(base, piece, i)
 
     return write_partial_sums
+
+
+class _PieceWriter:
+    """Writes one layer's pieces to this block's row of partial sums."""
+
+    def __init__(self, e, layer: WeightGradient, line, bias_line, adds):
+        self._e, self._layer, self._adds = e, layer, adds
+        self._first_row, self._own_row, self._first_column, self._own_column, self._part = layer.place(e)
+        lane = e.lane()
+        g, self._t2 = e.shr(lane, 2), e.shl(e.and_(lane, 3), 1)
+        top, left = e.add(g, e.shl(self._first_row, 4)), e.add(self._t2, e.shl(self._first_column, 4))
+        if layer.bias_offset is not None:
+            self._bias_place = e.address(bias_line, top, 4, 4 * layer.bias_offset)
+        if layer.transposed:
+            top, left = left, top
+        self._place = e.address(line, e.add(e.mul(top, layer.h.columns), left), 4, 4 * layer.parameter_offset)
+
+    def sum_and_write(self, base, piece: _Piece, number: int) -> None:
+        """Piece `number` of those that lie in shared memory, by the warps of one part of the samples."""
+        e, layer = self._e, self._layer
+        n_sharing = layer.warp_rows * layer.warp_columns
+        slot = e.add(e.mul(e.mod(e.warp(), n_sharing), 32), e.lane())
+        place, n_threads = e.add(base, e.shl(slot, 4)), 32 * layer.n_warps
+        with e.when(e.equal(self._part, number % layer.sample_parts)):
+            sums = None
+            for part in range(layer.sample_parts):
+                values = []
+                for j in range(piece.count // 4):
+                    offset = 16 * ((2 * number + j) * n_threads + part * 32 * n_sharing)
+                    values += e.load_shared(place, "f32", 4, offset)
+                sums = [e.fadd(a, b) for a, b in zip(sums, values, strict=True)] if sums else values
+            self.write(piece, sums)
+
+    def write(self, piece: _Piece, values: list) -> None:
+        """By the warp that owns it, where parts overlap."""
+        e, layer, m, n = self._e, self._layer, piece.row_block, piece.column_block
+        if n is None:
+            writes = e.both(e.equal(self._own_column, 0), e.equal(self._t2, 0))
+            with e.when(e.both(writes, self._owns_row(m))):
+                self._add_to(self._bias_place, [values[0]], 4 * 16 * m)
+                self._add_to(self._bias_place, [values[2]], 4 * (16 * m + 8))
+        elif layer.n_row_blocks % layer.warp_rows or layer.n_column_blocks % layer.warp_columns:
+            owns_column = e.less(self._own_column, e.add(self._first_column, n + 1))
+            with e.when(e.both(self._owns_row(m), owns_column)):
+                self._write_block(m, n, values)
+        else:
+            self._write_block(m, n, values)
+
+    def _owns_row(self, row_block: int):
+        """block >= own, said without a comparison that could underflow."""
+        return self._e.less(self._own_row, self._e.add(self._first_row, row_block + 1))
+
+    def _write_block(self, m: int, n: int, values: list) -> None:
+        fan_in = self._layer.h.columns
+        if self._layer.transposed:
+            for i, value in enumerate(values):
+                offset = 4 * ((16 * n + 8 * (i // 4) + i % 2) * fan_in + 16 * m + 8 * (i // 2 % 2))
+                self._add_to(self._place, [value], offset)
+            return
+        for i in range(0, 8, 2):
+            half, r = i // 4, i % 4
+            offset = 4 * ((16 * m + 8 * (r // 2)) * fan_in + 16 * n + 8 * half)
+            self._add_to(self._place, values[i : i + 2], offset)
+
+    def _add_to(self, place, values: list, offset: int) -> None:
+        e = self._e
+        old = e.load_global(place, "f32", len(values), offset, constant=False)
+        sums = [e.fadd(e.select(self._adds, o, e.f32(0.0)), v) for o, v in zip(old, values, strict=True)]
+        e.store_global(place, "f32", sums, offset)
 
 
 @functools.cache

@@ -172,7 +172,7 @@ def _make_write_sums(target: Target, plan: PhasedPlan) -> Callable:
             return
 
         return target.device(nothing)
-    write, block_index = make_write_partial_sums(target, plan.summed), make_indices(target).block
+    write, block_index = make_write_partial_sums(target, plan.summed, plan.scratch), make_indices(target).block
 
     def write_sums(base, io, sums, partial_sums, row_bytes, accumulate):
         write(base, sums, partial_sums, partial_sums, row_bytes, block_index(), accumulate, io[BAD], io[MARK])

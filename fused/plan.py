@@ -15,7 +15,7 @@ from ..layout import bias_blocks
 from ..specs import TENSOR_CORE_WIDTH, ModelSpec, round_up
 from .activations import ACTIVATIONS, STRAIGHT
 from .formats import FORMATS, NumberFormat, number_format
-from .mlp import WeightGradient, n_accumulators, shares_within
+from .mlp import PIECE_BYTES, WeightGradient, n_accumulators, shares_within
 from .swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
 from .tiles import SHARED_ALIGNMENT, AnyTile, Tile
 
@@ -147,7 +147,7 @@ class KernelPlan:
     @property
     def exchange(self) -> str:
         """Who must have written a tile's samples before dW can be summed: see `make_exchange`."""
-        return shares_within(self.layers, self.rows) if self.swizzled else "block"
+        return shares_within(self.layers) if self.swizzled else "block"
 
     @property
     def threads(self) -> int:
@@ -184,13 +184,9 @@ class KernelPlan:
 
     @property
     def _reduction_bytes(self) -> int:
-        """What sums over warps at the end of a kernel need, from byte 0 on."""
-        per_layer = [
-            4 * 32 * layer.warp_rows * layer.warp_columns * layer.n_accumulators
-            for layer in self.layers
-            if layer.sample_parts > 1
-        ]
-        return max([4 * self.warps, *per_layer])
+        """What sums over warps at the end of a kernel need at least, from byte 0 on."""
+        divided = any(layer.sample_parts > 1 for layer in self.layers)
+        return PIECE_BYTES * self.threads if divided else 4 * self.warps
 
     def describe(self) -> str:
         text = f"{self.kind}, {self.warps} warps x {self.rows} samples"

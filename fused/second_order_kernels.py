@@ -113,7 +113,8 @@ def make_second_order_kernel(
     encode = _make_encode(target, spec, plan, options)
     _, load_x = make_dual_tile(target, plan.x, plan.x_twin, plan.rows)
     network = make_dual_network(target, spec, plan, options)
-    zeros, write = make_zeros(target, n_accumulators(plan.layers)), make_write_partial_sums(target, plan.layers)
+    zeros = make_zeros(target, n_accumulators(plan.layers))
+    write = make_write_partial_sums(target, plan.layers, plan.scratch)
     first_products, second_products = (make_weight_gradients(target, layers) for layers in plan.tangent_products)
     features_backward = _make_features_backward(target, spec, plan, options)
     first_row_of, u32 = make_first_row_of(target, plan), target.u32

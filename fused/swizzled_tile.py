@@ -94,6 +94,19 @@ class SwizzledTile:
         address = e.xor(address, block << 5) if block else address
         return address, self.offset + panel * self.panel_bytes + row_block * 16 * self.stride
 
+    def divides(self, ways: int) -> bool:
+        """Whether warps can take one of so many equal runs of columns each, and find it by `at_column_block`."""
+        blocks, rest = divmod(self.columns // 16, ways)
+        return rest == 0 and (ways == 1 or blocks.bit_count() == 1)
+
+    def at_column_block(self, e, address, block):
+        """A lane's address as far on as the column block where its run begins, of runs as in `divides`."""
+        per_panel = self.panel_columns // 16
+        if self.n_panels > 1:
+            address = e.add(address, e.mul(e.div(block, per_panel), self.panel_bytes))
+            block = e.mod(block, per_panel)
+        return e.xor(address, e.shl(block, 5))
+
     def element(self, e, row, column, further: int = 0):
         """(address, immediate) of column `column + further` of a row, from the row's address (`make_row_address`)."""
         column = e.add(column, further) if further else column

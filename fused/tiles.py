@@ -86,9 +86,14 @@ class Tile:
         """Bytes of so many chunks of 8 columns."""
         return e.shl(count, 4) if self.n_planes == 1 else e.mul(count, self.chunk_bytes)
 
-    def column_blocks(self, e, count):
-        """Bytes of so many blocks of 16 columns."""
-        return e.shl(count, 5) if self.n_planes == 1 else e.mul(count, 2 * self.chunk_bytes)
+    @staticmethod
+    def divides(ways: int) -> bool:
+        """Whether warps can take one of so many runs of columns each, and find it by `at_column_block`."""
+        return ways > 0
+
+    def at_column_block(self, e, address, block):
+        """A lane's address so many blocks of 16 columns further on."""
+        return e.add(address, e.shl(block, 5) if self.n_planes == 1 else e.mul(block, 2 * self.chunk_bytes))
 
     def place(self, e, address, row_block: int, column_block: int, plane: int = 0):
         """(address, immediate) at which a lane, from its `straight` or `crossed` address, finds a 16x16 block of a
@@ -337,13 +342,13 @@ def make_barriers(target: Target) -> Barriers:
 
 
 @functools.cache
-def make_exchange(target: Target, within: str):
+def make_exchange(target: Target, within: str, *, by_wgmma: bool):
     """(before, after) a piece of code in which the warps of a "block" or "warpgroup", or the lanes of a "warp", read
-    tiles that they wrote for one another; in a warpgroup, by wgmma too."""
+    tiles that they wrote for one another, by wgmma too or not."""
 
     @target.intrinsic([], "void")
     def before(e):
-        if within == "warpgroup":
+        if by_wgmma:
             e.fence_async()
         _BARRIERS[within](e)
 

@@ -99,10 +99,16 @@ def warpgroup_inference_plans(spec: ModelSpec, chip: Architecture, dtype: str = 
 
 
 def _weight_gradient(d: SwizzledTile, h: SwizzledTile, offset: int, groups: int) -> WeightGradient:
-    """By wgmma where one side of dW is as wide as a warpgroup's product; else each warp sums its own samples."""
+    """By wgmma where one side of dW is as wide as a warpgroup's product; else its warps divide dW as far as it goes,
+    and the warpgroup's samples beyond."""
     if WARPGROUP_ROWS in (d.columns, h.columns):
         return WeightGradient(d, h, offset, WARPGROUP, 1, groups, transposed=d.columns != WARPGROUP_ROWS)
-    return WeightGradient(d, h, offset, 1, 1, WARPGROUP * groups)
+    divisions = [
+        WeightGradient(d, h, offset, warp_rows, warp_columns, groups * WARPGROUP // (warp_rows * warp_columns))
+        for warp_rows, warp_columns in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
+        if d.divides(warp_rows) and h.divides(warp_columns)
+    ]
+    return min(divisions, key=lambda division: division.n_accumulators)
 
 
 def _kept_registers(spec: ModelSpec) -> int:

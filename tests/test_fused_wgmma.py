@@ -14,7 +14,7 @@ from emulation import emulator_target
 from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault, RaceError
 from numba_tcnn.fused.emulator import Block, Emitter
 from numba_tcnn.fused.fragments import FragmentShape, make_pack
-from numba_tcnn.fused.mlp import WeightGradient, make_backward_product, make_forward_product
+from numba_tcnn.fused.mlp import WeightGradient, make_backward_product, make_forward_product, make_weight_gradients
 from numba_tcnn.fused.swizzled_tile import SWIZZLE_ALIGNMENT, SwizzledTile
 from numba_tcnn.fused.warpgroup_mlp import add_products
 from numba_tcnn.fused.wgmma import Chain, SharedOperand, batch_text
@@ -188,7 +188,34 @@ def test_swizzled_tiles_are_aligned(bad: tuple[int, int, int]) -> None:
         SwizzledTile("t", *bad)
 
 
-def test_columns_of_swizzled_tiles_are_not_divided_at_run_time() -> None:
-    d, h = SwizzledTile("d", 128, 32, 0), SwizzledTile("h", 128, 32, 8192)
-    with pytest.raises(ValueError, match="at run time"):
-        WeightGradient(d, h, 0, 2, 2, 2)
+@pytest.mark.parametrize("ways", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("fan_in", (16, 32, 64, 80, 96, 128))
+@pytest.mark.parametrize("fan_out", (16, 32))
+def test_warps_divide_the_columns_of_swizzled_tiles(
+    fan_out: int, fan_in: int, ways: tuple[int, int], rng: np.random.Generator
+) -> None:
+    """Each warp sums its blocks of dW over its samples, by mma; or the division is refused before anything compiles."""
+    target, block = start()
+    d = SwizzledTile("d", 128, fan_out, SWIZZLE_ALIGNMENT)
+    h = SwizzledTile("h", 128, fan_in, SWIZZLE_ALIGNMENT + d.n_bytes)
+    per_warp = [divmod(columns // 16, n) for columns, n in zip((fan_out, fan_in), ways, strict=True)]
+    if any(rest or (n > 1 and blocks not in (1, 2, 4, 8)) for (blocks, rest), n in zip(per_warp, ways, strict=True)):
+        with pytest.raises(ValueError, match="blocks|divide"):
+            WeightGradient(d, h, 0, *ways, 8 // (ways[0] * ways[1]))
+        return
+    layer = WeightGradient(d, h, 0, *ways, 8 // (ways[0] * ways[1]))
+    gradients, inputs = rng.integers(-4, 5, (128, fan_out)), rng.integers(-4, 5, (128, fan_in))
+    write(block, d, gradients)
+    write(block, h, inputs)
+    rows, columns = 16 * layer.row_blocks, 16 * layer.column_blocks
+    sums = rng.integers(-9, 9, (8, rows, columns))
+    before = fragment(sums.reshape(8 * rows, columns), rows)
+    result = make_weight_gradients(target, (layer,))(np.zeros(256, np.uint32), before)
+    samples = 128 // layer.sample_parts
+    for warp in range(8):
+        row, column = rows * (warp % ways[0]), columns * (warp // ways[0] % ways[1])
+        part = slice(samples * (warp // (ways[0] * ways[1])), None)
+        d_part, h_part = gradients[part][:samples], inputs[part][:samples]
+        sums[warp] += d_part[:, row : row + rows].T @ h_part[:, column : column + columns]
+    for register, wanted in zip(result, fragment(sums.reshape(8 * rows, columns), rows), strict=True):
+        np.testing.assert_array_equal(register, wanted)
