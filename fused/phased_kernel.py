@@ -22,7 +22,12 @@ from .saved_images import (
     slot_images,
 )
 from .stage_io import BAD, IO_PARAMETERS, MARK, SAVED, GradientOptions, KernelBody
-from .summed_layers import make_add_weight_gradient, make_summed_network, make_tile_exchange
+from .summed_layers import (
+    make_add_weight_gradient,
+    make_await_first_weights,
+    make_summed_network,
+    make_tile_exchange,
+)
 from .tiles import make_aligned_base, make_barriers, make_divide_by, make_first_row_of, make_indices
 
 
@@ -90,13 +95,20 @@ def _make_propagate(
     encoding_backward = make_features_backward(target, spec, plan, options, need)
     first_row_of, prefetch = make_first_row_of(target, plan), make_prefetch(target, spec, plan, options)
     u32, add_first = target.u32, _make_add_first(target, plan)
-    if plan.keeps_x:
+    await_first_weights = make_await_first_weights(target, plan)
+    save_x = make_image_keeper(target, h_images[0], slot_bytes).keep if plan.layers else None
+    if not plan.layers:
 
         def keep_x(base, io, slot, shift, x):
             return u32(base + shift)
 
+    elif plan.summed:
+
+        def keep_x(base, io, slot, shift, x):
+            save_x(base, io, slot, x)
+            return u32(base + shift)
+
     else:
-        save_x = make_image_keeper(target, h_images[0], slot_bytes).keep
 
         def keep_x(base, io, slot, shift, x):
             return save_x(base, io, slot, x)
@@ -110,6 +122,7 @@ def _make_propagate(
     def propagate(base, io, first_slot, shift, tile, step, sums):
         first_row, following = first_row_of(tile), first_row_of(u32(tile + step))
         slot = u32(first_slot + warpgroup())
+        await_first_weights()
         prefetch(base, io, following)
         x = take_x(base, shift, io, first_row, following)
         x = keep_x(base, io, slot, shift, x)
@@ -124,7 +137,8 @@ def _make_propagate(
 
 
 def _make_network(target: Target, spec, plan: PhasedPlan, options, need, h_keepers, d_keepers) -> Callable:
-    """network(base, io, slot, first_row, x, sums) -> (d of layer 0, loss, sums)."""
+    """network(base, io, slot, first_row, x, sums) -> (d of layer 0, loss, sums); x is packed, or where layers are
+    summed the address that its tile counts from."""
     if plan.summed:
         return make_summed_network(target, spec, plan, options, h_keepers, d_keepers)
     network = make_network_gradient(target, spec, plan, options, need, h_keepers, d_keepers)
@@ -139,17 +153,10 @@ def _make_network(target: Target, spec, plan: PhasedPlan, options, need, h_keepe
 def _make_add_first(target: Target, plan: PhasedPlan) -> Callable:
     """add(base, base_of_x, sums) -> sums with dW of layer 0 more, if that is summed here; behind it, nobody reads tiles
     that the next one of the batch overwrites."""
-    exchange = make_tile_exchange(target)
-    before, after = exchange.before, exchange.after
-    if not plan.summed:
+    _, before, after = make_tile_exchange(target)
+    if plan.layers:
 
         def add(base, base_of_x, sums):
-            return sums
-
-    elif plan.layers:
-
-        def add(base, base_of_x, sums):
-            after()
             return sums
 
     else:

@@ -16,6 +16,7 @@ to wgmma in the second. Two warpgroups share the 128 rows of dW, or of dW^T.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ..specs import ModelSpec, round_up
@@ -33,9 +34,9 @@ DW_ROWS = GROUPS * WARPGROUP_ROWS
 STAGES = 4
 """Pairs of images that shared memory holds: one is multiplied, the others are on their way."""
 
-MAX_SUMS, MAX_SUMS_BESIDE_SAVED_LAYERS = 136, 80
-"""Registers of dW beside those that a tile on its way needs: more where layers are saved, with operands in registers
-and addresses of images."""
+MAX_SUMS, MAX_SUMS_BEFORE_ENCODING = 136, 80
+"""Registers of dW beside those that a tile on its way needs: more where layers are saved and d goes on to an encoding,
+as an operand in registers."""
 
 PANEL = 64  # columns; narrower tiles than half of it have shorter rows
 
@@ -52,6 +53,28 @@ class PhasedPlan(KernelPlan):
 
     stages: int = 2
     summed: tuple[WeightGradient, ...] = ()
+
+    def transit(self, columns: int) -> SwizzledTile:
+        """The tile in which the first layers hand on h and d of their own rows, where h of the last summed layers but
+        one (of the only one, if there is no more) stands in between."""
+        return SwizzledTile("transit", DW_ROWS, columns, self.summed[min(1, len(self.summed) - 1)].h.offset)
+
+    def input_tile(self, layer: int) -> SwizzledTile:
+        """Where products of the first phase find a layer's h_in, if any dW is summed then."""
+        if layer == 0:
+            return self.x
+        n_saved = len(self.layers)
+        return self.summed[layer - n_saved].h if layer >= n_saved else self.transit(self.h[layer].columns)
+
+    def gradient_tile(self, layer: int) -> SwizzledTile:
+        """... and d of its z."""
+        n_saved = len(self.layers)
+        return self.summed[layer - n_saved].d if layer >= n_saved else self.transit(self.d[layer].columns)
+
+    @property
+    def lends(self) -> bool:
+        """Whether h of the first summed layer takes the place of W_0, which is read again for every tile."""
+        return bool(self.summed) and self.summed[0].h.offset == self.weights.weights[0].offset
 
     def pair_bytes(self, layer: int) -> int:
         return self.d[layer].n_bytes + self.h[layer].n_bytes
@@ -95,24 +118,41 @@ def phased_plans(
     weights don't fit."""
     if not fits_phases(spec, chip, dtype):
         return []
-    n_layers, sharing = len(spec.layer_shapes), (False, True)
-    for n_summed in range(n_layers if can_sum_at_once(spec) else 0, 0, -1):
-        for shares_x in sharing if n_summed < n_layers and can_share_x(spec, n_layers - n_summed) else sharing[:1]:
-            plan = _phased_plan(spec, n_summed, shares_x=shares_x, encoding_gradient=encoding_gradient)
-            room = MAX_SUMS_BESIDE_SAVED_LAYERS if plan.layers else MAX_SUMS
+    for n_summed in range(len(spec.layer_shapes) if can_sum_at_once(spec) else 0, 0, -1):
+        for plan in summing_plans(spec, n_summed, encoding_gradient=encoding_gradient):
+            room = MAX_SUMS_BEFORE_ENCODING if plan.layers and encoding_gradient else MAX_SUMS
             if plan.shared_bytes <= chip.shared_per_block and n_accumulators(plan.summed) <= room:
                 return [plan, *_saving_plans(spec, chip, encoding_gradient=encoding_gradient)]
     return _saving_plans(spec, chip, encoding_gradient=encoding_gradient)
 
 
+def summing_plans(spec: ModelSpec, n_summed: int, *, encoding_gradient: bool) -> list[PhasedPlan]:
+    """With the last layers summed at once, the more shared memory the earlier."""
+    plan = functools.partial(_phased_plan, spec, n_summed, encoding_gradient=encoding_gradient)
+    if n_summed == len(spec.layer_shapes):
+        return [plan()]
+    if not can_hand_on(spec):
+        return []
+    lending = (False, True) if can_lend(spec, n_summed, encoding_gradient=encoding_gradient) else (False,)
+    sharing = (False, True) if spec.encoding_width > PANEL // 2 else (False,)
+    return [plan(lends=lends, shares_x=shares_x) for lends in lending for shares_x in sharing]
+
+
 def _saving_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[PhasedPlan]:
-    plan = _phased_plan(spec, 0, shares_x=False, encoding_gradient=encoding_gradient)
+    plan = _phased_plan(spec, 0, encoding_gradient=encoding_gradient)
     return [plan] if plan.shared_bytes <= chip.shared_per_block else []
 
 
-def can_share_x(spec: ModelSpec, layer: int) -> bool:
-    """Whether the input of a layer may stand where x did: rows are as long, so a warp's are in the same place."""
-    return min(spec.encoding_width, spec.layer_shapes[layer][1]) > PANEL // 2
+def can_hand_on(spec: ModelSpec) -> bool:
+    """Whether hidden h and d may stand where others did without a barrier of the block: tiles are as large and rows as
+    long, so a warp's are in the same place."""
+    return all(fan_in > PANEL for _, fan_in in spec.layer_shapes[1:])
+
+
+def can_lend(spec: ModelSpec, n_summed: int, *, encoding_gradient: bool) -> bool:
+    """Whether h of the first summed layer fits the place of W_0, and that is of no use behind the first product."""
+    (fan_out, first_fan_in), (_, fan_in) = spec.layer_shapes[0], spec.layer_shapes[-n_summed]
+    return n_summed > 1 and not encoding_gradient and fan_in <= first_fan_in and fan_out == DW_ROWS
 
 
 def can_sum_at_once(spec: ModelSpec) -> bool:
@@ -121,15 +161,22 @@ def can_sum_at_once(spec: ModelSpec) -> bool:
     return narrow and not keeps_gate(spec) and list(spec.logical_layer_shapes[:-1]) == list(spec.layer_shapes[:-1])
 
 
-def _phased_plan(spec: ModelSpec, n_summed: int, *, shares_x: bool, encoding_gradient: bool) -> PhasedPlan:
+def _phased_plan(
+    spec: ModelSpec, n_summed: int, *, shares_x: bool = False, lends: bool = False, encoding_gradient: bool
+) -> PhasedPlan:
     allocate, n_layers = SwizzledAllocator(), len(spec.layer_shapes)
     weights = swizzled_weight_tiles(spec, allocate)
     offsets, n_saved = layer_offsets(spec), n_layers - n_summed
     fan_ins = [fan_in for _, fan_in in spec.layer_shapes]
     x = None if shares_x else allocate.tile("x", DW_ROWS, spec.encoding_width)
-    h = [allocate.tile(f"h{i}", DW_ROWS, fan_ins[i]) for i in range(max(n_saved, 1), n_layers)] if n_summed else []
+    h = []
+    for i in range(max(n_saved, 1), n_layers if n_summed else 0):
+        if lends and i == n_saved:
+            h.append(SwizzledTile(f"h{i}", DW_ROWS, fan_ins[i], weights.weights[0].offset))
+        else:
+            h.append(allocate.tile(f"h{i}", DW_ROWS, fan_ins[i]))
     if x is None:
-        x = SwizzledTile("x", DW_ROWS, spec.encoding_width, h[0].offset)
+        x = SwizzledTile("x", DW_ROWS, spec.encoding_width, h[min(1, n_summed - 1)].offset)
         allocate.end = max(allocate.end, round_up(x.end, SWIZZLE_ALIGNMENT))
     h = h if n_saved else [x, *h]
     d = [*h[1:], allocate.tile("d", DW_ROWS, spec.layer_shapes[-1][0])] if n_summed else []

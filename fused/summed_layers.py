@@ -5,8 +5,13 @@ An output h of such a layer waits in a shared tile. On the way back, dW of the l
 comes through that layer are one batch of products; then d of h's own layer takes the place of h. So every layer has
 two barriers of the block: one before its dW, that all of d and h is there, one behind it, that nobody reads h any more.
 
-dW takes most of the registers, so both operands of these layers' products are read from shared memory, h or d from its
-tile.
+dW takes most of the registers, so both operands of all products are read from shared memory, h or d from its tile.
+Layers in front, whose dW is summed later from what they save, hand on h and d in one tile of their own rows
+(`PhasedPlan.transit`), which a summed layer's h takes in between.
+
+Where shared memory is short, h of the first summed layer stands where W_0 did (`PhasedPlan.lends`): nobody needs W_0
+from the first product of a tile on. It is read anew behind dW of that layer, while d goes on through the layers in
+front, and waited for before the next tile.
 """
 
 from __future__ import annotations
@@ -18,14 +23,15 @@ from typing import NamedTuple
 from ..specs import ModelSpec
 from .fragments import FragmentShape, Target, make_pack
 from .keepers import Keeper
-from .mlp import WeightGradient, make_backward_product, make_forward_product, n_accumulators
+from .mlp import WeightGradient, n_accumulators
 from .network_stage import make_clear_padding, make_output_gradient
 from .packed_activations import make_pack_gradient, make_pack_output
 from .phased_plan import PhasedPlan
+from .plan import layer_offsets
 from .saved_images import KNOWN_BY_SIGN, make_signs
-from .stage_io import GradientOptions
+from .stage_io import PARAMETERS, GradientOptions
 from .swizzled_tile import SwizzledTile
-from .tiles import make_barriers, make_load_fragment, make_store_fragment
+from .tiles import make_barriers, make_load_fragment, make_load_tile, make_publish_weights, make_store_fragment
 from .warpgroup_mlp import tile_product_chain, weight_gradient_chains
 
 
@@ -69,12 +75,15 @@ def make_part(target: Target, count: int, first: int, n: int) -> Callable:
 
 
 @functools.cache
-def make_tile_product(target: Target, weights: SwizzledTile, tile: SwizzledTile) -> Callable:
-    """product(base, base_of_tile) -> tile W^T in accumulator form."""
+def make_tile_product(
+    target: Target, weights: SwizzledTile, tile: SwizzledTile, *, transposed: bool = False
+) -> Callable:
+    """product(base, base_of_tile) -> tile W^T, or with `transposed` tile W, in accumulator form."""
+    n_columns = weights.columns if transposed else weights.rows
 
-    @target.intrinsic(["u32", "u32"], ("f32", weights.rows // 2))
+    @target.intrinsic(["u32", "u32"], ("f32", n_columns // 2))
     def product(e, base, base_of_tile):
-        (sums,) = e.wgmma([tile_product_chain(e, weights, base, tile, base_of_tile, transposed=False)])
+        (sums,) = e.wgmma([tile_product_chain(e, weights, base, tile, base_of_tile, transposed=transposed)])
         return sums
 
     return product
@@ -124,17 +133,14 @@ def make_summed_network(
     h_images: list[Keeper],
     d_images: list[Keeper],
 ) -> Callable:
-    """network(base, io, slot, first_row, x, sums) -> (d of layer 0, loss, sums). x is packed; where the first layer is
-    summed here too, it is the address that the x tile counts from.
+    """network(base, io, slot, first_row, base_of_x, sums) -> (d of layer 0, packed; loss, sums), x being in a tile that
+    counts from `base_of_x`.
 
     h_images, d_images   where outputs h_1 ... and gradients d_1 ... of the layers stay whose dW is not summed here
     """
     stage = _make_output_layer(target, spec, plan, options)
     for layer in range(len(spec.layer_shapes) - 2, -1, -1):
-        if layer >= len(plan.layers):
-            stage = _make_summed_layer(target, spec, plan, layer, stage)
-        else:
-            stage = _make_saved_layer(target, spec, plan, layer, h_images, d_images, stage)
+        stage = _make_layer(target, spec, plan, layer, h_images, d_images, stage)
     return stage
 
 
@@ -156,117 +162,170 @@ def _make_output_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, option
     return target.device(output)
 
 
-def _make_summed_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, inner: Callable) -> Callable:
+def _make_layer(
+    target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, h_images: list, d_images: list, inner: Callable
+) -> Callable:
     """hidden(base, io, slot, first_row, base_of_h, sums) -> (d of this layer's z, loss, sums), `inner` being the next;
     h_in is in a tile that counts from `base_of_h`."""
-    index = layer - len(plan.layers)
-    weights = plan.weights.weights[layer]
-    shape = FragmentShape(plan.rows, weights.rows)
-    forward = make_tile_product(target, weights, plan.summed[index].h)
-    pack_output = make_pack_output(
-        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
+    shape = FragmentShape(plan.rows, plan.weights.weights[layer].rows)
+    forward = make_tile_product(target, plan.weights.weights[layer], plan.input_tile(layer))
+    pack_output, pack_gradient = (
+        make(target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape))
+        for make in (make_pack_output, make_pack_gradient)
     )
-    keep_h, recall_h = _next_h_keeper(target, spec, plan, layer)
-    backward = _make_summing_backward(target, spec, plan, layer)
-    own, before, after = make_tile_exchange(target)
-    store_d = make_store_fragment(target, plan.summed[index].d, shape)
+    own = make_tile_exchange(target).own
+    keep_h, recall_h = _make_h_keeper(target, spec, plan, layer, shape, h_images)
+    back = _make_back(target, spec, plan, layer, shape)
+    count, n_elements = n_accumulators(plan.summed), shape.n_elements
+    sums_of = make_part(target, count + n_elements, 0, count)
+    product_of = make_part(target, count + n_elements, count, n_elements)
+    leave = _make_leave(target, spec, plan, layer)
+    keep_d = _make_d_keeper(target, plan, layer, shape, d_images)
 
     def hidden(base, io, slot, first_row, base_of_h, sums):
         own()
-        kept = keep_h(base, pack_output(forward(base, base_of_h)))
+        kept = keep_h(base, io, slot, pack_output(forward(base, base_of_h)))
         d_next, total, sums = inner(base, io, slot, first_row, base, sums)
-        before()
-        d, sums = backward(base, sums, recall_h(base, kept))
-        after()
-        store_d(base, d)
-        return d, total, sums
-
-    return target.device(hidden)
-
-
-def _make_saved_layer(
-    target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, h_images: list, d_images: list, inner: Callable
-) -> Callable:
-    """hidden(base, io, slot, first_row, h_in, sums) -> (d of this layer's z, loss, sums), h_in packed."""
-    shape = FragmentShape(plan.rows, plan.weights.weights[layer].rows)
-    forward = make_forward_product(target, plan.weights.weights[layer], plan.rows)
-    pack_output = make_pack_output(
-        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
-    )
-    keep_d = d_images[layer].keep
-    if layer + 1 == len(plan.layers):  # what comes is summed
-        keep_h, recall_h = _next_h_keeper(target, spec, plan, layer)
-        backward, before = _make_summing_backward(target, spec, plan, layer), make_tile_exchange(target).before
-
-        def hidden(base, io, slot, first_row, h_in, sums):
-            kept = keep_h(base, pack_output(forward(base, h_in)))
-            d_next, total, sums = inner(base, io, slot, first_row, base, sums)
-            before()
-            d, sums = backward(base, sums, recall_h(base, kept))
-            keep_d(base, io, slot, d)
-            return d, total, sums
-
-        return target.device(hidden)
-    keep_image, recall_image = h_images[layer].keep, h_images[layer].recall
-    back = make_backward_product(target, plan.weights.weights[layer + 1], plan.rows)
-    pack_gradient = make_pack_gradient(
-        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
-    )
-
-    def hidden(base, io, slot, first_row, h_in, sums):
-        h = pack_output(forward(base, h_in))
-        kept = keep_image(base, io, slot, h)
-        d_next, total, sums = inner(base, io, slot, first_row, h, sums)
-        d = pack_gradient(back(base, d_next), recall_image(base, io, slot, kept))
+        h = recall_h(base, io, slot, kept)
+        both = back(base, sums)
+        d = pack_gradient(product_of(both), h)
+        leave(base, io)
         keep_d(base, io, slot, d)
-        return d, total, sums
+        return d, total, sums_of(both)
 
     return target.device(hidden)
 
 
-def _next_h_keeper(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int) -> tuple[Callable, Callable]:
-    """(keep(base, packed) -> what stays in registers, recall(base, that) -> packed) of a layer's output, in the tile
-    of the next layer's h, which d takes later; what the way back needs of it is read from there before, or is its
-    signs."""
-    tile = plan.summed[layer + 1 - len(plan.layers)].h
-    shape = FragmentShape(plan.rows, tile.columns)
-    store, load = make_store_fragment(target, tile, shape), make_load_fragment(target, tile, shape)
-    signs, ones = make_signs(target, shape.n_packed)
-    if spec.network.activation in KNOWN_BY_SIGN:
+def _make_h_keeper(
+    target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, shape: FragmentShape, h_images: list
+) -> tuple[Callable, Callable]:
+    """(keep(base, io, slot, packed) -> what stays in registers, recall(base, io, slot, that) -> packed) of a layer's
+    output: in the tile of the next layer's h and, if dW of that is not summed here, its image. What the way back needs
+    of it is read from there, before d takes the place, or is its signs."""
+    tile, n_saved = plan.input_tile(layer + 1), len(plan.layers)
+    store_alone, (own, _, after) = make_store_fragment(target, tile, shape), make_tile_exchange(target)
+    if plan.lends and layer + 1 == n_saved:
+        free = after  # nobody reads W_0 any more
+    elif plan.input_tile(layer).offset == tile.offset:
+        free = own  # nor the tile's own rows
+    else:
+        free = target.device(lambda: None)
 
-        def keep(base, packed):
+    def store(base, packed):
+        free()
+        store_alone(base, packed)
+
+    store = target.device(store)
+    if layer + 1 < n_saved:
+        keep_image, recall = h_images[layer].keep, h_images[layer].recall
+
+        def keep(base, io, slot, packed):
+            store(base, packed)
+            return keep_image(base, io, slot, packed)
+
+        return target.device(keep), recall
+    if spec.network.activation in KNOWN_BY_SIGN:
+        signs, ones = make_signs(target, shape.n_packed)
+
+        def keep(base, io, slot, packed):
             store(base, packed)
             return signs(packed)
 
-        def recall(base, kept):
+        def recall(base, io, slot, kept):
             return ones(kept)
 
     else:
+        load = make_load_fragment(target, tile, shape)
 
-        def keep(base, packed):
+        def keep(base, io, slot, packed):
             store(base, packed)
             return packed
 
-        def recall(base, kept):
+        def recall(base, io, slot, kept):
             return load(base)
 
     return target.device(keep), target.device(recall)
 
 
-def _make_summing_backward(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int) -> Callable:
-    """backward(base, sums, h) -> (d of a layer, packed; sums with the next layer's dW more), d of which is in its
-    tile."""
-    weights, shape = plan.weights.weights[layer + 1], FragmentShape(plan.rows, plan.weights.weights[layer].rows)
-    count, n_elements = n_accumulators(plan.summed), shape.n_elements
-    add = make_add_and_go_back(target, plan.summed, layer + 1 - len(plan.layers), weights)
-    sums_of = make_part(target, count + n_elements, 0, count)
-    product_of = make_part(target, count + n_elements, count, n_elements)
-    pack_gradient = make_pack_gradient(
-        target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape)
-    )
+def _make_back(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, shape: FragmentShape) -> Callable:
+    """back(base, sums) -> (sums, d W of the next layer), all in one tuple, d being in its tile; the sums with the next
+    layer's dW more, if that is summed here."""
+    weights, count = plan.weights.weights[layer + 1], n_accumulators(plan.summed)
+    own, before, _ = make_tile_exchange(target)
+    if layer + 1 >= len(plan.layers):
+        add = make_add_and_go_back(target, plan.summed, layer + 1 - len(plan.layers), weights)
 
-    def backward(base, sums, h):
-        both = add(base, sums)
-        return pack_gradient(product_of(both), h), sums_of(both)
+        def back(base, sums):
+            before()
+            return add(base, sums)
 
-    return target.device(backward)
+        return target.device(back)
+    product = make_tile_product(target, weights, plan.gradient_tile(layer + 1), transposed=True)
+
+    @target.intrinsic([("f32", count), ("f32", shape.n_elements)], ("f32", count + shape.n_elements))
+    def beside(e, sums, g):
+        return [*sums, *g]
+
+    def back(base, sums):
+        own()
+        return beside(sums, product(base, base))
+
+    return target.device(back)
+
+
+def _make_leave(target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int) -> Callable:
+    """leave(base, io) behind the way back through the next layer: nobody reads its tiles any more; and what stood in
+    the place of W_0 gives it back."""
+    own, _, after = make_tile_exchange(target)
+    reload = make_load_tile(target, plan.weights.weights[0], plan.threads, layer_offsets(spec)[0])
+    if layer + 1 < len(plan.layers):
+
+        def leave(base, io):
+            own()
+
+    elif plan.lends and layer + 1 == len(plan.layers):
+
+        def leave(base, io):
+            after()
+            reload(base, io[PARAMETERS])
+
+    else:
+
+        def leave(base, io):
+            after()
+
+    return target.device(leave)
+
+
+def _make_d_keeper(target: Target, plan: PhasedPlan, layer: int, shape: FragmentShape, d_images: list) -> Callable:
+    """keep(base, io, slot, d): in its tile, if a layer in front or dW needs it there, and in its image, if dW is not
+    summed here."""
+    is_saved = layer < len(plan.layers)
+    if is_saved:
+        keep_image = d_images[layer].keep
+    if is_saved and layer == 0:
+
+        def keep(base, io, slot, d):
+            keep_image(base, io, slot, d)
+
+        return target.device(keep)
+    store = make_store_fragment(target, plan.gradient_tile(layer), shape)
+    if is_saved:
+
+        def keep(base, io, slot, d):
+            keep_image(base, io, slot, d)
+            store(base, d)
+
+    else:
+
+        def keep(base, io, slot, d):
+            store(base, d)
+
+    return target.device(keep)
+
+
+def make_await_first_weights(target: Target, plan: PhasedPlan) -> Callable:
+    """await_them(): W_0 is there again, before the first product of a tile."""
+    if not plan.lends:
+        return target.device(lambda: None)
+    return make_publish_weights(target, plan.swizzled)

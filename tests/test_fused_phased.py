@@ -17,7 +17,7 @@ from numba_tcnn.fused.emulated_memory import GlobalMemory, MemoryFault, RaceErro
 from numba_tcnn.fused.emulator import Block, Emitter
 from numba_tcnn.fused.fragments import Target
 from numba_tcnn.fused.network_plans import gradient_plans
-from numba_tcnn.fused.phased_plan import PhasedPlan, can_share_x, phased_plans
+from numba_tcnn.fused.phased_plan import PhasedPlan, phased_plans, summing_plans
 from numba_tcnn.fused.plan import architecture
 from numba_tcnn.fused.saved_images import image, make_restore_image, make_save_image, make_signs
 from numba_tcnn.fused.stage_io import GradientOptions
@@ -105,20 +105,42 @@ def test_layers_summed_at_once(shape: tuple[int, ...]) -> None:
     assert not check_phased(mlp(*shape), at_once=True, batch=150).layers
 
 
-@pytest.mark.parametrize("n_hidden", [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 5))])
-def test_the_last_layers_summed_at_once(n_hidden: int) -> None:
-    """Behind others that are saved; h of the first of them where x stood, or apart."""
+def check_behind_saved_layers(spec: ModelSpec, **options: Any) -> PhasedPlan:
+    """With the last layers summed at once, as where no gradient of the encoding is needed."""
+    plan = plan_of(spec, at_once=True, encoding_gradient=False)
+    inference = warpgroup_inference_plans(spec, HOPPER)[0]
+    check(spec, plan=plan, inference_plan=inference, gradient_tolerance=4e-3, input_gradient=False, **options)
+    assert plan.layers and plan.summed
+    return plan
+
+
+@pytest.mark.parametrize(("n_hidden", "n_summed", "lends"), [
+    (4, 3, True), pytest.param(3, 3, False, marks=pytest.mark.exhaustive),
+    pytest.param(5, 2, True, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_the_last_layers_summed_at_once(n_hidden: int, n_summed: int, lends: bool) -> None:
+    """Behind others that are saved; h of the first of them where W_0 stood, or apart."""
+    plan = check_behind_saved_layers(mlp(128, 16, *[128] * n_hidden), batch=140)
+    assert (len(plan.summed), plan.lends) == (n_summed, lends) and plan.x_is_shared
+
+
+@pytest.mark.parametrize("n_hidden", [4, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_the_last_layers_summed_before_an_encoding(n_hidden: int) -> None:
+    """W_0 is needed on the way back too, and fewer registers are left."""
     plan = check_phased(mlp(128, 16, *[128] * n_hidden), at_once=True, batch=140, gradient_tolerance=4e-3)
-    assert 0 < len(plan.layers) < n_hidden + 1
-    assert plan.x_is_shared is (n_hidden > 3) and len(plan.summed) == (1 if n_hidden == 5 else 2)
+    assert plan.layers and len(plan.summed) == 2 and not plan.lends
 
 
 def test_narrow_inputs_do_not_share_their_tile() -> None:
     """Rows of 64 bytes: other warps' rows of h would stand where they do."""
-    narrow, wide = mlp(32, 64, *[128] * 5), mlp(48, 64, *[128] * 5)
-    assert can_share_x(wide, 5) and not can_share_x(narrow, 5)
-    plan = plan_of(narrow, at_once=True)
-    assert len(plan.summed) == 1 and not plan.x_is_shared
+    for width, shares in ((32, False), (48, True), (128, True)):
+        plans = summing_plans(mlp(width, 64, *[128] * 5), 1, encoding_gradient=True)
+        assert any(plan.x_is_shared for plan in plans) is shares
+
+
+def test_narrow_layers_do_not_hand_on_in_a_tile_of_others() -> None:
+    assert not plan_of(mlp(128, 16, 128, 64, 128, 128), at_once=True).summed
+    assert plan_of(mlp(128, 16, 128, 80, 128, 128), at_once=True).summed
 
 
 @pytest.mark.parametrize("batch", [1, 31, 257, 128 * 7])
