@@ -48,7 +48,7 @@ def _copied(plan, chip: Architecture) -> list[KernelPlan]:
         return []
     if isinstance(plan, PhasedPlan) and (plan.dx is not None or plan.x_is_shared):
         return []
-    if plan.kind == "inference" or (isinstance(plan, PhasedPlan) and not plan.summed):
+    if plan.kind == "inference" or (isinstance(plan, PhasedPlan) and plan.layers and plan.hands_on_packed):
         return [replace(plan, copied_ahead=True)]
     if plan.kind not in ("single", "phased"):
         return []

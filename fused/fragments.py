@@ -189,11 +189,27 @@ def make_shift(target: Target, dtype: str):
     return shift
 
 
+def transpose_among_four(e, words: list) -> list:
+    """From four words a lane, word t of each of its four neighbours, in their order, t being its own number of them."""
+    lane = e.lane()
+    odd, upper = e.equal(e.and_(lane, 1), 1), e.equal(e.and_(lane, 2), 2)
+
+    def exchange(mask: int, mine_is_second, first, second) -> tuple:
+        """(first of the lower lane's, of the upper one's), or where `mine_is_second` the second ones."""
+        other = e.shuffle_xor(e.select(mine_is_second, first, second), mask)
+        return e.select(mine_is_second, other, first), e.select(mine_is_second, second, other)
+
+    first, second = exchange(1, odd, words[0], words[1]), exchange(1, odd, words[2], words[3])
+    columns = [exchange(2, upper, *pair) for pair in zip(first, second, strict=True)]
+    return [columns[0][0], columns[1][0], columns[0][1], columns[1][1]]
+
+
 @functools.cache
 def make_store_matrix(target: Target, shape: FragmentShape, dtype: str):
     """store(matrix, stride, first_row, n_rows, n_columns, fragment): the inverse; what lies beyond stays untouched.
 
-    Two neighbours go in one store where all pairs are aligned: else each would write half of a 32-byte sector.
+    Sectors of 32 bytes are written whole where they can be: two float32 go in one store where all pairs are aligned, a
+    row's eight float16 where all runs of eight are, from the four lanes that have them, or else two.
     """
     kind, size = {"float32": ("f32", 4), "float16": ("u16", 2)}[dtype]
 
@@ -209,10 +225,28 @@ def make_store_matrix(target: Target, shape: FragmentShape, dtype: str):
             with e.when(e.both(e.less(row, n_rows), e.less(column, n_columns))):
                 e.store_global(e.address(e.address_by(matrix, row, stride), column, size), *values)
 
-        with e.when(e.equal(beside, 0)):
-            for i in range(0, shape.n_elements, 2):
-                low, high = fragment[i : i + 2]
-                store(i, ("u32", [e.pack_half2(low, high)]) if kind == "u16" else (kind, [low, high]))
+        def store_run(index, words):
+            """Of a 16x16 block's pairs, packed, those of a row and half that are this lane's number of its four."""
+            t, (row, column) = e.and_(e.lane(), 3), shape.element(index)
+            row = e.add(e.add(first_row, row), e.add(g, e.shl(e.shr(t, 1), 3)))
+            column = e.add(e.shl(e.and_(t, 1), 3), column)
+            values = transpose_among_four(e, [words[i] for i in (0, 2, 1, 3)])
+            with e.when(e.both(e.less(row, n_rows), e.less(column, n_columns))):
+                e.store_global(e.address(e.address_by(matrix, row, stride), column, size), "u32", values)
+
+        if kind == "u16":
+            words = [e.pack_half2(*fragment[i : i + 2]) for i in range(0, shape.n_elements, 2)]
+            beside_run = e.and_(places, 8 * size - 1)
+            with e.when(e.equal(beside_run, 0)):
+                for i in range(0, len(words), 4):
+                    store_run(2 * i, words[i : i + 4])
+            with e.when(e.both(e.less(0, beside_run), e.equal(beside, 0))):
+                for i, word in enumerate(words):
+                    store(2 * i, ("u32", [word]))
+        else:
+            with e.when(e.equal(beside, 0)):
+                for i in range(0, shape.n_elements, 2):
+                    store(i, (kind, fragment[i : i + 2]))
         with e.when(e.less(0, beside)):
             for i, value in enumerate(fragment):
                 store(i, (kind, [e.float_to_half(value) if kind == "u16" else value]))

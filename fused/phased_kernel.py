@@ -102,7 +102,7 @@ def _make_propagate(
         def keep_x(base, io, slot, shift, x):
             return u32(base + shift)
 
-    elif plan.summed:
+    elif not plan.hands_on_packed:
 
         def keep_x(base, io, slot, shift, x):
             save_x(base, io, slot, x)

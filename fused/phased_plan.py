@@ -34,9 +34,13 @@ DW_ROWS = GROUPS * WARPGROUP_ROWS
 STAGES = 4
 """Pairs of images that shared memory holds: one is multiplied, the others are on their way."""
 
-MAX_SUMS, MAX_SUMS_BEFORE_ENCODING = 136, 80
-"""Registers of dW beside those that a tile on its way needs: more where layers are saved and d goes on to an encoding,
-as an operand in registers."""
+MAX_SUMS = 136
+"""Registers of dW beside those that a tile on its way needs; `BESIDE_PACKED` where products of layers that are saved
+have an operand in registers, or d goes on to an encoding as one."""
+
+BESIDE_PACKED = 80
+DEEPEST = 5
+"""Layers of the deepest network for whose `MAX_SUMS` registers suffice; each further one keeps two for its way back."""
 
 PANEL = 64  # columns; narrower tiles than half of it have shorter rows
 
@@ -55,9 +59,14 @@ class PhasedPlan(KernelPlan):
     summed: tuple[WeightGradient, ...] = ()
 
     def transit(self, columns: int) -> SwizzledTile:
-        """The tile in which the first layers hand on h and d of their own rows, where h of the last summed layers but
-        one (of the only one, if there is no more) stands in between."""
-        return SwizzledTile("transit", DW_ROWS, columns, self.summed[min(1, len(self.summed) - 1)].h.offset)
+        """The tile in which the first layers hand on h and d of their own rows, where h of the last layer stands in
+        between."""
+        return SwizzledTile("transit", DW_ROWS, columns, self.summed[-1].h.offset)
+
+    @property
+    def hands_on_packed(self) -> bool:
+        """... if they do: with fewer layers summed, registers are left for that, and barriers saved."""
+        return n_accumulators(self.summed) <= BESIDE_PACKED
 
     def input_tile(self, layer: int) -> SwizzledTile:
         """Where products of the first phase find a layer's h_in, if any dW is summed then."""
@@ -114,33 +123,30 @@ def fits_phases(spec: ModelSpec, chip: Architecture, dtype: str) -> bool:
 def phased_plans(
     spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool, dtype: str = "float16"
 ) -> list[PhasedPlan]:
-    """Candidates: with as many layers summed at once as fit, x standing apart if it can, then with none; no plan where
-    weights don't fit."""
+    """Candidates: with as many layers summed at once as fit, x and h standing apart if they can, then with fewer, in
+    the end with none; no plan where weights don't fit."""
     if not fits_phases(spec, chip, dtype):
         return []
+    plans = []
     for n_summed in range(len(spec.layer_shapes) if can_sum_at_once(spec) else 0, 0, -1):
-        for plan in summing_plans(spec, n_summed, encoding_gradient=encoding_gradient):
-            room = MAX_SUMS_BEFORE_ENCODING if plan.layers and encoding_gradient else MAX_SUMS
-            if plan.shared_bytes <= chip.shared_per_block and n_accumulators(plan.summed) <= room:
-                return [plan, *_saving_plans(spec, chip, encoding_gradient=encoding_gradient)]
-    return _saving_plans(spec, chip, encoding_gradient=encoding_gradient)
+        candidates = summing_plans(spec, n_summed, encoding_gradient=encoding_gradient)
+        plans += [plan for plan in candidates if plan.shared_bytes <= chip.shared_per_block][:1]
+    saving = _phased_plan(spec, 0, encoding_gradient=encoding_gradient)
+    return [*plans, *([saving] if saving.shared_bytes <= chip.shared_per_block else [])]
 
 
 def summing_plans(spec: ModelSpec, n_summed: int, *, encoding_gradient: bool) -> list[PhasedPlan]:
-    """With the last layers summed at once, the more shared memory the earlier."""
+    """With the last layers summed at once, the more shared memory the earlier; none where registers don't suffice."""
     plan = functools.partial(_phased_plan, spec, n_summed, encoding_gradient=encoding_gradient)
-    if n_summed == len(spec.layer_shapes):
-        return [plan()]
-    if not can_hand_on(spec):
-        return []
+    n_layers, n_sums = len(spec.layer_shapes), n_accumulators(plan().summed)
+    if n_summed == n_layers:
+        return [plan()] if n_sums <= MAX_SUMS else []
+    if n_sums > BESIDE_PACKED:
+        if n_sums + 2 * n_layers > MAX_SUMS + 2 * DEEPEST or encoding_gradient or not can_hand_on(spec):
+            return []
     lending = (False, True) if can_lend(spec, n_summed, encoding_gradient=encoding_gradient) else (False,)
     sharing = (False, True) if spec.encoding_width > PANEL // 2 else (False,)
     return [plan(lends=lends, shares_x=shares_x) for lends in lending for shares_x in sharing]
-
-
-def _saving_plans(spec: ModelSpec, chip: Architecture, *, encoding_gradient: bool) -> list[PhasedPlan]:
-    plan = _phased_plan(spec, 0, encoding_gradient=encoding_gradient)
-    return [plan] if plan.shared_bytes <= chip.shared_per_block else []
 
 
 def can_hand_on(spec: ModelSpec) -> bool:
@@ -176,7 +182,7 @@ def _phased_plan(
         else:
             h.append(allocate.tile(f"h{i}", DW_ROWS, fan_ins[i]))
     if x is None:
-        x = SwizzledTile("x", DW_ROWS, spec.encoding_width, h[min(1, n_summed - 1)].offset)
+        x = SwizzledTile("x", DW_ROWS, spec.encoding_width, h[-1].offset)
         allocate.end = max(allocate.end, round_up(x.end, SWIZZLE_ALIGNMENT))
     h = h if n_saved else [x, *h]
     d = [*h[1:], allocate.tile("d", DW_ROWS, spec.layer_shapes[-1][0])] if n_summed else []

@@ -6,8 +6,8 @@ comes through that layer are one batch of products; then d of h's own layer take
 two barriers of the block: one before its dW, that all of d and h is there, one behind it, that nobody reads h any more.
 
 dW takes most of the registers, so both operands of all products are read from shared memory, h or d from its tile.
-Layers in front, whose dW is summed later from what they save, hand on h and d in one tile of their own rows
-(`PhasedPlan.transit`), which a summed layer's h takes in between.
+Layers in front, whose dW is summed later from what they save, hand on h and d in registers if dW leaves enough
+(`PhasedPlan.hands_on_packed`), or in one tile of their own rows (`transit`), which a summed layer's h takes in between.
 
 Where shared memory is short, h of the first summed layer stands where W_0 did (`PhasedPlan.lends`): nobody needs W_0
 from the first product of a tile on. It is read anew behind dW of that layer, while d goes on through the layers in
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..specs import ModelSpec
 from .fragments import FragmentShape, Target, make_pack
 from .keepers import Keeper
-from .mlp import WeightGradient, n_accumulators
+from .mlp import WeightGradient, make_backward_product, make_forward_product, n_accumulators
 from .network_stage import make_clear_padding, make_output_gradient
 from .packed_activations import make_pack_gradient, make_pack_output
 from .phased_plan import PhasedPlan
@@ -133,14 +133,17 @@ def make_summed_network(
     h_images: list[Keeper],
     d_images: list[Keeper],
 ) -> Callable:
-    """network(base, io, slot, first_row, base_of_x, sums) -> (d of layer 0, packed; loss, sums), x being in a tile that
-    counts from `base_of_x`.
+    """network(base, io, slot, first_row, x, sums) -> (d of layer 0, packed; loss, sums). x is packed, if the first
+    layers hand on what is; else the address that the x tile counts from.
 
     h_images, d_images   where outputs h_1 ... and gradients d_1 ... of the layers stay whose dW is not summed here
     """
     stage = _make_output_layer(target, spec, plan, options)
     for layer in range(len(spec.layer_shapes) - 2, -1, -1):
-        stage = _make_layer(target, spec, plan, layer, h_images, d_images, stage)
+        if plan.hands_on_packed and layer + 1 < len(plan.layers):
+            stage = _make_packed_layer(target, spec, plan, layer, h_images, d_images, stage)
+        else:
+            stage = _make_layer(target, spec, plan, layer, h_images, d_images, stage)
     return stage
 
 
@@ -162,18 +165,46 @@ def _make_output_layer(target: Target, spec: ModelSpec, plan: PhasedPlan, option
     return target.device(output)
 
 
+def _make_packed_layer(
+    target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, h_images: list, d_images: list, inner: Callable
+) -> Callable:
+    """hidden(base, io, slot, first_row, h_in, sums) -> (d of this layer's z, loss, sums), h_in and d packed; the next
+    layer is saved too."""
+    shape = FragmentShape(plan.rows, plan.weights.weights[layer].rows)
+    forward = make_forward_product(target, plan.weights.weights[layer], plan.rows)
+    backward = make_backward_product(target, plan.weights.weights[layer + 1], plan.rows)
+    pack_output, pack_gradient = _make_packs(target, spec, layer, shape)
+    keep_h, recall_h, keep_d = h_images[layer].keep, h_images[layer].recall, d_images[layer].keep
+
+    def hidden(base, io, slot, first_row, h_in, sums):
+        h = pack_output(forward(base, h_in))
+        kept = keep_h(base, io, slot, h)
+        d_next, total, sums = inner(base, io, slot, first_row, h, sums)
+        d = pack_gradient(backward(base, d_next), recall_h(base, io, slot, kept))
+        keep_d(base, io, slot, d)
+        return d, total, sums
+
+    return target.device(hidden)
+
+
+def _make_packs(target: Target, spec: ModelSpec, layer: int, shape: FragmentShape) -> list[Callable]:
+    """(pack_output, pack_gradient) of a hidden layer."""
+    clear = make_clear_padding(target, spec, layer, shape)
+    return [make(target, spec.network.activation, shape, clear) for make in (make_pack_output, make_pack_gradient)]
+
+
 def _make_layer(
     target: Target, spec: ModelSpec, plan: PhasedPlan, layer: int, h_images: list, d_images: list, inner: Callable
 ) -> Callable:
-    """hidden(base, io, slot, first_row, base_of_h, sums) -> (d of this layer's z, loss, sums), `inner` being the next;
-    h_in is in a tile that counts from `base_of_h`."""
-    shape = FragmentShape(plan.rows, plan.weights.weights[layer].rows)
-    forward = make_tile_product(target, plan.weights.weights[layer], plan.input_tile(layer))
-    pack_output, pack_gradient = (
-        make(target, spec.network.activation, shape, make_clear_padding(target, spec, layer, shape))
-        for make in (make_pack_output, make_pack_gradient)
-    )
-    own = make_tile_exchange(target).own
+    """hidden(base, io, slot, first_row, h_in, sums) -> (d of this layer's z, loss, sums), `inner` being the next; h_in
+    is the address that its tile counts from, or packed where that is how it is handed on."""
+    weights = plan.weights.weights[layer]
+    shape = FragmentShape(plan.rows, weights.rows)
+    if plan.hands_on_packed and layer < len(plan.layers):
+        forward = make_forward_product(target, weights, plan.rows)
+    else:
+        forward = _make_forward_from_tile(target, weights, plan.input_tile(layer))
+    pack_output, pack_gradient = _make_packs(target, spec, layer, shape)
     keep_h, recall_h = _make_h_keeper(target, spec, plan, layer, shape, h_images)
     back = _make_back(target, spec, plan, layer, shape)
     count, n_elements = n_accumulators(plan.summed), shape.n_elements
@@ -182,9 +213,8 @@ def _make_layer(
     leave = _make_leave(target, spec, plan, layer)
     keep_d = _make_d_keeper(target, plan, layer, shape, d_images)
 
-    def hidden(base, io, slot, first_row, base_of_h, sums):
-        own()
-        kept = keep_h(base, io, slot, pack_output(forward(base, base_of_h)))
+    def hidden(base, io, slot, first_row, h_in, sums):
+        kept = keep_h(base, io, slot, pack_output(forward(base, h_in)))
         d_next, total, sums = inner(base, io, slot, first_row, base, sums)
         h = recall_h(base, io, slot, kept)
         both = back(base, sums)
@@ -194,6 +224,16 @@ def _make_layer(
         return d, total, sums_of(both)
 
     return target.device(hidden)
+
+
+def _make_forward_from_tile(target: Target, weights: SwizzledTile, tile: SwizzledTile) -> Callable:
+    own, product = make_tile_exchange(target).own, make_tile_product(target, weights, tile)
+
+    def forward(base, base_of_tile):
+        own()
+        return product(base, base_of_tile)
+
+    return target.device(forward)
 
 
 def _make_h_keeper(
@@ -206,7 +246,7 @@ def _make_h_keeper(
     store_alone, (own, _, after) = make_store_fragment(target, tile, shape), make_tile_exchange(target)
     if plan.lends and layer + 1 == n_saved:
         free = after  # nobody reads W_0 any more
-    elif plan.input_tile(layer).offset == tile.offset:
+    elif plan.input_tile(layer).offset == tile.offset and not plan.hands_on_packed:
         free = own  # nor the tile's own rows
     else:
         free = target.device(lambda: None)
@@ -303,7 +343,7 @@ def _make_d_keeper(target: Target, plan: PhasedPlan, layer: int, shape: Fragment
     is_saved = layer < len(plan.layers)
     if is_saved:
         keep_image = d_images[layer].keep
-    if is_saved and layer == 0:
+    if is_saved and (layer == 0 or plan.hands_on_packed):
 
         def keep(base, io, slot, d):
             keep_image(base, io, slot, d)

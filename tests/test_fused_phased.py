@@ -106,7 +106,7 @@ def test_layers_summed_at_once(shape: tuple[int, ...]) -> None:
 
 
 def check_behind_saved_layers(spec: ModelSpec, **options: Any) -> PhasedPlan:
-    """With the last layers summed at once, as where no gradient of the encoding is needed."""
+    """With the last layers summed at once, where no gradient of the encoding is needed."""
     plan = plan_of(spec, at_once=True, encoding_gradient=False)
     inference = warpgroup_inference_plans(spec, HOPPER)[0]
     check(spec, plan=plan, inference_plan=inference, gradient_tolerance=4e-3, input_gradient=False, **options)
@@ -139,8 +139,8 @@ def test_narrow_inputs_do_not_share_their_tile() -> None:
 
 
 def test_narrow_layers_do_not_hand_on_in_a_tile_of_others() -> None:
-    assert not plan_of(mlp(128, 16, 128, 64, 128, 128), at_once=True).summed
-    assert plan_of(mlp(128, 16, 128, 80, 128, 128), at_once=True).summed
+    narrow, wide = (plan_of(mlp(128, 16, 128, n, 128, 128), at_once=True, encoding_gradient=False) for n in (64, 80))
+    assert narrow.hands_on_packed and not wide.hands_on_packed and len(narrow.summed) < len(wide.summed)
 
 
 @pytest.mark.parametrize("batch", [1, 31, 257, 128 * 7])

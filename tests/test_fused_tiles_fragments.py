@@ -154,12 +154,13 @@ def test_ragged_matrices(shape, dtype, n_rows, n_columns, first_row, target, rng
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
-    ("first_column", "spare", "n_columns"), [(0, 0, 16), (0, 2, 6), (1, 1, 6), (0, 1, 6), (0, 0, 5)]
+    ("first_column", "spare", "n_columns"),
+    [(0, 0, 16), (8, 8, 8), (4, 4, 8), (2, 2, 8), (0, 2, 6), (1, 1, 6), (0, 1, 6), (0, 0, 5)],
 )
 def test_outputs_are_stored_wherever_they_begin(
     first_column: int, spare: int, n_columns: int, dtype: str, target, rng: np.random.Generator
 ) -> None:
-    """In pairs where all of them are aligned, else one by one: a column or a row may begin in the middle of a pair."""
+    """In eights or pairs where all of them are aligned, else one by one: rows may begin in the middle of one."""
     shape, n_rows = FragmentShape(16, 16), 11
     values = rng.normal(size=(16, 16)).astype(dtype).astype(np.float32)
     out = np.full((n_rows, first_column + n_columns + spare), 7, dtype)
