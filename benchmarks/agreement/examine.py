@@ -55,7 +55,7 @@ class Scale:
     training: int = 700
     steps: int = 20
     optimizer_steps: int = 7
-    pass_seconds: float = 1.0
+    pass_seconds: float = 0.5
 
     def sizes(self, draw: Draw) -> list[int]:
         """Ragged, and others for each draw."""
