@@ -6,7 +6,7 @@ that takes part. Files are written to a temporary name and renamed, so that many
 that is damaged in any way counts as missing and is written anew. Neither Numba nor a GPU is needed to find one.
 
 NUMBA_TCNN_CACHE_DIR names the folder (default: numba-tcnn in the user's cache folder); set to an empty string, it
-turns the disk cache off.
+turns the disk cache off. (NUMBA_TCNN_COMPILE_PROCESSES, how many processes fill it: `compile_processes.py`.)
 """
 
 from __future__ import annotations

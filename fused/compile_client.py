@@ -37,7 +37,7 @@ class CauseElsewhere(Exception):
 
 def _environment() -> dict[str, str]:
     """One in which the server finds the same modules, starts no threads, and sees no device."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))
     own = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", VARIABLE: "0"}
     return {**os.environ, **dict.fromkeys(ONE_THREAD, "1"), **own}
 

@@ -1,8 +1,8 @@
 """Kernels that other processes compile: whether and how many, and the one server that starts them.
 
 The compile server (`compile_server.py`) is started in the background once it is likely that something is to be
-compiled, so that its import of Numba, which this process is then spared, is over when kernels are asked for. Whatever
-goes wrong with it, `begin` gives None or its future raises `NoAnswer`, and kernels are compiled in this process.
+compiled, so that its import of Numba, which this process is spared, is over when kernels are asked for. Whatever goes
+wrong with it, `begin` gives None or its future raises `NoAnswer`, and kernels are compiled in this process.
 
 NUMBA_TCNN_COMPILE_PROCESSES is how many processes compile at a time (default: as many as there are usable cores, at
 most 8, but none where there is one core only). With 0 everything is compiled in the process that needs it.
@@ -77,7 +77,7 @@ class CompileProcesses:
 
                 try:
                     self.server = CompileServer(processes)
-                except OSError:  # no more processes, or no memory
+                except (OSError, RuntimeError):  # no more processes, memory or threads
                     self._works = False
             return self.server
 

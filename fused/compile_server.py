@@ -1,9 +1,9 @@
 """A process that compiles kernels for another one: `python -m numba_tcnn.fused.compile_server PROCESSES`.
 
 It imports Numba and compiles one small kernel, so that all that happens once has happened, and then forks a child for
-each kernel that it is asked for: Numba's front end, Python behind a lock, runs in as many processes. It has one thread
-and calls no driver, so it may fork. Its standard input is a socket for requests and answers; `compile_processes.py` is
-at the other end. It ends when that is closed, or when nobody has asked for anything for a while.
+each kernel that it is asked for: Numba's front end is Python behind a lock, which each of them has for itself. It may
+fork, as it has one thread and no CUDA context. Its standard input is a socket for requests and answers, with
+`compile_client.py` at the other end. It ends when that is closed, or when nobody has asked for anything for a while.
 
 A request is a number and a pickled (place, key, capability, cache folder), or None where nobody waits for that kernel
 any more. An answer is its number and the pickled kernel, or error and the text of its cause, or None where the child
@@ -21,7 +21,7 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection, Pipe, wait
 
-from . import cache, numba_bridge
+from . import cache
 from .compiler import CompileError, assemble, compile_kernel, key_of
 from .element_wise_jobs import GradientScaleJob
 from .plan import architecture
@@ -32,7 +32,11 @@ IDLE_SECONDS = 20.0
 
 
 def warm_up() -> None:
-    """Compile the smallest kernel, for nobody."""
+    """Import Numba, and compile the smallest kernel for nobody. The garbage collector never runs, here and in children:
+    it would find nothing, take an eighth of the time, and write to memory that all share."""
+    gc.disable()
+    from . import numba_bridge
+
     _, source = GradientScaleJob("float32").sources(None)
     body, capability = source.make_body(cuda_target(75)), (7, 5)
     text, _ = numba_bridge.kernel_to_ptx(
@@ -40,7 +44,6 @@ def warm_up() -> None:
         threads=source.threads, min_blocks=source.min_blocks,
     )  # fmt: skip
     assemble(text, capability)
-    gc.freeze()  # or the collector would write to memory that children share
 
 
 def answer_to(request: bytes) -> bytes | None:
