@@ -69,5 +69,5 @@ class AheadOfCalls:
         """Nobody asks for what has been started; what a process or no thread yet is working on ends."""
         with self._lock:
             started, self._started = [waited_for, *self._started.values()], {}
-        for future in started:
+        for future in reversed(started):  # or those that wait for a process would get one
             future.cancel()

@@ -24,7 +24,7 @@ from test_fused_cache import KERNEL
 from test_fused_compile import needs_toolkit
 
 from numba_tcnn.config import config_parts, parse_loss, parse_model, parse_optimizer
-from numba_tcnn.fused import cache, compile_processes, driver, programs
+from numba_tcnn.fused import cache, compile_client, compile_processes, driver, programs
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.compile_processes import VARIABLE, CompileProcesses
 from numba_tcnn.fused.compiler import CompileError, compile_kernel
@@ -220,6 +220,15 @@ def test_nobody_works_on_what_nobody_waits_for(processes, compiled_here: list[st
     tools.ahead._give_up(next(iter(tools.ahead._started.values())))
     assert len(kernels(SmallJob(("next",)))) == 1
     assert compiled_here == [] and not list(tmp_path.glob("c *"))
+
+
+@needs_fork
+def test_a_server_that_never_answers_is_given_up(compiled_here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = CompileProcesses()
+    monkeypatch.setattr(compile_processes, "_own", own)
+    monkeypatch.setattr(compile_client, "LONGEST_SILENCE", 0.1)
+    assert kernels(SmallJob(("a",))) == [KERNEL] and compiled_here == ["small a"]
+    wait_until(lambda: is_gone(own.server.process_id))
 
 
 @needs_fork
