@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from numba_tcnn.engines import EngineUnavailable
+from numba_tcnn.fused.compile_processes import usable_cores
 from numba_tcnn.fused.compiler import toolchain_problem
 from numba_tcnn.fused.element_wise_jobs import CollectJob, GradientScaleJob
 from numba_tcnn.fused.jobs import Job
-from numba_tcnn.fused.offline import CAPABILITIES, JobRecord, called_jobs, compile_jobs, first_calls, usable_cores
+from numba_tcnn.fused.offline import CAPABILITIES, JobRecord, called_jobs, compile_jobs, first_calls
 from numba_tcnn.fused.refusals import refuse_model, refuse_training
 from numba_tcnn.fused.stage_io import GradientOptions, InferenceOptions
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from numba_tcnn.fused import device_status
+from numba_tcnn.fused.compile_processes import usable_cores
 from numba_tcnn.fused.compiler import toolchain_problem
 from numba_tcnn.fused.jobs import Job
-from numba_tcnn.fused.offline import CAPABILITIES, compile_jobs, usable_cores
+from numba_tcnn.fused.offline import CAPABILITIES, compile_jobs
 
 from .cases import Case, load_cases
 from .floors import DEVICE, FLOORS

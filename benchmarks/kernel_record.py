@@ -17,8 +17,9 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from numba_tcnn.fused.cache import toolchain_versions
+from numba_tcnn.fused.compile_processes import usable_cores
 from numba_tcnn.fused.compiler import toolchain_problem
-from numba_tcnn.fused.offline import CAPABILITIES, JobRecord, compile_jobs, usable_cores
+from numba_tcnn.fused.offline import CAPABILITIES, JobRecord, compile_jobs
 
 from .cases import Case, load_cases
 from .timed_jobs import timed_jobs

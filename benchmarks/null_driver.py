@@ -7,6 +7,7 @@ at once, and kernels are loaded from nothing, so nothing is compiled either. Wha
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from numba_tcnn.fused import device_status, driver, programs
+from numba_tcnn.fused import compile_processes, device_status, driver, programs
 from numba_tcnn.fused.cache import CompiledKernel
 from numba_tcnn.fused.native_launches import machine_code
 
@@ -118,6 +119,7 @@ def no_device() -> Iterator[NullDriver]:
     with (
         mock.patch.object(driver, "bindings", lambda: null),
         mock.patch.object(programs, "compile_kernel", _nothing_compiled),
+        mock.patch.dict(os.environ, {compile_processes.VARIABLE: "0"}),
     ):
         for f in forget:
             f()

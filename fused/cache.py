@@ -6,7 +6,7 @@ that takes part. Files are written to a temporary name and renamed, so that many
 that is damaged in any way counts as missing and is written anew. Neither Numba nor a GPU is needed to find one.
 
 NUMBA_TCNN_CACHE_DIR names the folder (default: numba-tcnn in the user's cache folder); set to an empty string, it
-turns the disk cache off.
+turns the disk cache off. (NUMBA_TCNN_COMPILE_PROCESSES, how many processes fill it: `compile_processes.py`.)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+VARIABLE = "NUMBA_TCNN_CACHE_DIR"
 MAGIC = b"numba-tcnn kernel 3\n"
 TOOLCHAIN = (
     "numba-cuda",
@@ -64,7 +65,7 @@ class CompiledKernel:
 
 def cache_directory() -> Path | None:
     """Where compiled kernels are kept; None where the disk cache is off."""
-    chosen = os.environ.get("NUMBA_TCNN_CACHE_DIR")
+    chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         return Path(chosen).expanduser() if chosen else None
     if sys.platform == "win32":
@@ -127,6 +128,18 @@ def kernel_key(description: str, capability: tuple) -> str:
 def _path(key: str) -> Path | None:
     directory = cache_directory()
     return None if directory is None else directory / key[:2] / f"{key[2:]}.kernel"
+
+
+def is_stored(key: str) -> bool:
+    """Whether there is a file for this kernel, whatever is in it."""
+    path = _path(key)
+    return path is not None and path.is_file()
+
+
+def is_empty() -> bool:
+    """Whether the disk cache is off or holds no kernel at all."""
+    directory = cache_directory()
+    return directory is None or next(directory.glob("*/*.kernel"), None) is None
 
 
 def load(key: str) -> CompiledKernel | None:

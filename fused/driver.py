@@ -15,6 +15,8 @@ from types import ModuleType
 import numpy as np
 
 from ..engines import EngineUnavailable
+from . import cache
+from .compile_processes import compile_processes
 
 
 class CudaError(RuntimeError):
@@ -81,6 +83,8 @@ class Device:
             raise EngineUnavailable(f"there is no CUDA device {index}: this machine has {count}", no_device=count == 0)
         self.index, self.n_devices = index, count
         self.handle = check(driver.cuDeviceGet(index), f"opening device {index}")
+        if cache.is_empty():  # the server starts while the context is made
+            compile_processes().start()
         self.context = check(driver.cuDevicePrimaryCtxRetain(self.handle), f"making a context on device {index}")
 
     def attribute(self, name: str) -> int:

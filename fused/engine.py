@@ -243,6 +243,7 @@ class FusedRuntime:
         self._free_training()
         self.model.validity.reconfigured()
         self._training = Training(self.model, self.gradients, self.losses, made, loss)
+        self._training.prepare()
 
     def _free_training(self) -> None:
         training, self._training = self._training, None

@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from ..layout import n_network_params, n_params
-from ..specs import ModelSpec
+from ..specs import LossSpec, ModelSpec
 from . import fuser, level_kernels
 from .cache import CompiledKernel
 from .compiler import MAX_SPILL_BYTES, CompileError
@@ -23,8 +25,14 @@ from .copied_features import with_features_copied
 from .fragments import Target
 from .layer_jobs import layered_kernels
 from .layer_plan import LayeredPlan, LayerGradientPlan, ProductPlan, layered_gradient_plans, layered_inference_plans
-from .level_plan import LevelPlan, LevelSplitPlan, level_split_gradient_plans, level_split_inference_plans
-from .losses import needs_luminance
+from .level_plan import (
+    LevelPlan,
+    LevelSplitPlan,
+    is_splittable,
+    level_split_gradient_plans,
+    level_split_inference_plans,
+)
+from .losses import CONSTANT_GRADIENT, needs_luminance
 from .network_plans import encoding_gradient_plan, gradient_plans, inference_plans
 from .phased_kernel import make_phased_gradient_kernel
 from .phased_plan import PhasedPlan
@@ -46,6 +54,7 @@ class KernelSource:
     threads: int = 0
     min_blocks: int = 1
     shared_bytes: int = 0
+    place: PlaceInJob | None = field(default=None, compare=False)
 
     @classmethod
     def planned(cls, make_body: Callable[[Target], KernelBody], description: str, plan: AnyKernelPlan) -> KernelSource:
@@ -82,6 +91,24 @@ class Job(Protocol):
         """The call that this is for, in a few words."""
 
 
+@dataclass(frozen=True)
+class PlaceInJob:
+    """Where another process finds a source, which can't be sent there: the numbers of its plan and of itself."""
+
+    job: Job
+    plan: int
+    source: int
+
+    def find(self, chip: Architecture) -> KernelSource:
+        return self.job.sources(self.job.plans(chip)[self.plan])[self.source]
+
+
+def placed_sources(job: Job, plans: list, number: int) -> list[KernelSource]:
+    """The kernels of one of a job's plans, which know their places."""
+    sources = job.sources(plans[number])
+    return [dataclasses.replace(source, place=PlaceInJob(job, number, i)) for i, source in enumerate(sources)]
+
+
 LAST_RESORT_SPILL_BYTES = 2048
 """A kernel may spill as much where all plans spill: memory for every thread that the device can hold, some 0.6 GB."""
 
@@ -98,9 +125,10 @@ def choose(
     all do either, the first that is only serialised, then the one whose first kernel that spills does so least: slower
     than it could be, and still far from NumPy. `begin` is told of all kernels of the first candidate ahead."""
     reasons, serialized, spilling, hopeless = [], None, [], set()
-    for number, plan in enumerate(job.plans(chip)):
+    plans = job.plans(chip)
+    for number, plan in enumerate(plans):
         kernels, problem = [], None
-        sources = job.sources(plan)
+        sources = placed_sources(job, plans, number)
         if begin is not None and number == 0:
             for source in sources:
                 begin(source)
@@ -117,7 +145,7 @@ def choose(
             if compiled.spill_bytes > MAX_SPILL_BYTES:
                 problem = f"{source.plan_in_words}: {compiled.spill_bytes} bytes spilled"
                 if compiled.spill_bytes <= LAST_RESORT_SPILL_BYTES:
-                    spilling.append((compiled.spill_bytes, number, plan))
+                    spilling.append((compiled.spill_bytes, number))
                 if compiled.registers >= MAX_REGISTERS and source.work_of_a_warp:
                     hopeless.add(source.work_of_a_warp)
                 break
@@ -129,9 +157,10 @@ def choose(
             reasons.append(problem)
     if serialized is not None:
         return serialized
-    for _, _, plan in sorted(spilling, key=lambda entry: entry[:2]):
+    for _, number in sorted(spilling):
         try:
-            return plan, [(source, compile_source(source)) for source in job.sources(plan)]
+            sources = placed_sources(job, plans, number)
+            return plans[number], [(source, compile_source(source)) for source in sources]
         except CompileError as error:
             reasons.append(str(error))
     raise CompileError("no kernel plan can be used: " + "; ".join(dict.fromkeys(reasons)))
@@ -330,6 +359,25 @@ def training_job(
         density_dtype=density_dtype, table_gradient=n_params(spec) > n_network_params(spec), **how,
     )  # fmt: skip
     return LevelSplitGradientJob(spec, options) if split else GradientJob(spec, options, dtype)
+
+
+INPUT_DTYPES = ("float32", "float16")
+"""Of training and inference; all others become float32."""
+
+
+def usual_training_jobs(
+    spec: ModelSpec, loss: LossSpec, dtype: str = "float16", **how: bool
+) -> list[GradientJob | LevelSplitGradientJob]:
+    """The gradients of steps on aligned inputs and float32 targets, of any batch size."""
+    loss_name = None if loss.otype == CONSTANT_GRADIENT else loss.otype  # a gradient that is given
+    return [
+        training_job(
+            spec, given, is_aligned(0, spec.n_input_dims * np.dtype(given).itemsize), "float32", loss=loss_name,
+            split=split, dtype=dtype, **how,
+        )
+        for split in ((False, True) if is_splittable(spec, dtype) else (False,))
+        for given in INPUT_DTYPES
+    ]  # fmt: skip
 
 
 def inference_job(

@@ -7,7 +7,6 @@ in a process) and tells of each kernel. Jobs are those of the engine (`jobs.py`)
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ from .compiler import CompileError, compile_kernel, key_of
 from .element_wise_jobs import CollectJob, GradientScaleJob, optimizer_jobs
 from .formats import number_format
 from .jobs import (
+    INPUT_DTYPES,
     Job,
     KernelSource,
     LevelSplitGradientJob,
@@ -35,10 +35,9 @@ from .jobs import (
     choose,
     inference_job,
     is_aligned,
-    training_job,
+    usual_training_jobs,
 )
 from .level_plan import can_split, is_splittable
-from .losses import CONSTANT_GRADIENT
 from .optimizer_contract import Slice
 from .optimizers import make_optimizer
 from .plan import PlanError, architecture
@@ -56,7 +55,6 @@ CAPABILITIES = {
 MAX_PROCESSES = 8
 """Unless the user asks for more: each takes some 300 MB, and a login node is shared."""
 
-INPUT_DTYPES = ("float32", "float16")
 OUTPUT_DTYPES = ("float32", "float16")
 
 
@@ -75,16 +73,11 @@ def first_calls(spec: ModelSpec, optimizer: OptimizerSpec, loss: LossSpec, dtype
     targets or output gradients, sampling densities, external gradients, backward on float16 inputs or of parameters
     alone, second derivatives, `deterministic=True`, `max_level`) compiles when it is first called.
     """
-    loss_name = None if loss.otype == CONSTANT_GRADIENT else loss.otype  # a gradient that is given
     aligned = {given: is_aligned(0, spec.n_input_dims * np.dtype(given).itemsize) for given in INPUT_DTYPES}
     splits = (False, True) if is_splittable(spec, dtype) else (False,)
     made = make_optimizer(optimizer, Slice(0, ParameterSizes(n_params(spec), spec.layer_shapes)))
     jobs: list[Job | None] = [
-        *(
-            training_job(spec, given, aligned[given], "float32", loss=loss_name, split=split, dtype=dtype)
-            for split in splits
-            for given in INPUT_DTYPES
-        ),
+        *usual_training_jobs(spec, loss, dtype),
         backward_job(spec, "float32", aligned["float32"], "float32", params=True, input=True, dtype=dtype),
         *(
             inference_job(spec, InferenceOptions(given, aligned[given], output), split=split, dtype=dtype)
@@ -188,11 +181,6 @@ def check_plans(jobs: Sequence[Job], archs: Sequence[str]) -> None:
                 job.plans(architecture(CAPABILITIES[arch]))
             except EngineUnavailable as error:
                 raise PlanError(f"{arch}: {error}") from error
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def called_jobs(jobs: Sequence[Job], archs: Sequence[str]) -> list[tuple[Job, str]]:

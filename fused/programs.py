@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from ..engines import EngineUnavailable, KernelReport
@@ -16,12 +17,13 @@ from ..layout import n_network_params, n_params
 from ..specs import ModelSpec
 from . import fixed_point, gradient_scale_kernels, optimizer_kernels
 from .ahead import AheadOfCalls
-from .cache import CompiledKernel
+from .cache import CompiledKernel, is_stored
+from .compile_processes import compile_processes
 from .compiler import compile_kernel, key_of
 from .driver import Device, DeviceBuffer, LoadedKernel
 from .element_wise_jobs import CollectJob, GradientScaleJob, OptimizerJob, optimizer_jobs
 from .formats import number_format
-from .jobs import Job, KernelSource, choose
+from .jobs import Job, KernelSource, choose, placed_sources
 from .optimizer_contract import Optimizer, Slice
 from .plan import Architecture, KernelPlan, architecture
 from .target import OutlineTarget
@@ -69,7 +71,10 @@ class Toolbox:
         return architecture(self.device.properties.capability)
 
     def compile(self, source: KernelSource) -> CompiledKernel:
-        return self.ahead.take(self._key(source)) or self._compile(source)
+        """By who has begun, else by another process; here where there is none."""
+        key = self._key(source)
+        self.ahead.start(key, None, functools.partial(self._ask, source, key))
+        return self.ahead.take(key) or self._compile(source)
 
     def _key(self, source: KernelSource) -> str:
         capability = self.device.properties.capability
@@ -87,14 +92,26 @@ class Toolbox:
     def start(self, job: Job) -> None:
         """Begin to compile the job's first candidate; `load_first_that_fits` then finds its kernels."""
         try:
-            sources = job.sources(job.plans(self.chip)[0])
+            sources = placed_sources(job, job.plans(self.chip), 0)
         except EngineUnavailable:  # who loads the job will hear of it
             return
         for source in sources:
             self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:
-        self.ahead.start(self._key(source), functools.partial(self._compile, source))
+        key = self._key(source)
+        self.ahead.start(key, functools.partial(self._compile, source), functools.partial(self._ask, source, key))
+
+    def _ask(self, source: KernelSource, key: str) -> Future[CompiledKernel] | None:
+        return compile_processes().begin(source.place, key, self.device.properties.capability)
+
+    def has_stored(self, job: Job) -> bool:
+        """Whether the disk cache has the kernels of the job's first candidate."""
+        try:
+            sources = job.sources(job.plans(self.chip)[0])
+        except EngineUnavailable:
+            return False
+        return all(is_stored(self._key(source)) for source in sources)
 
     def load(self, source: KernelSource, compiled: CompiledKernel) -> Program:
         body = source.make_body(OUTLINE)

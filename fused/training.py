@@ -6,12 +6,13 @@ import numpy as np
 
 from ..arrays import ArrayView
 from ..specs import LossSpec
+from .compile_processes import compile_processes
 from .device_model import DeviceModel
 from .driver import DeviceBuffer
-from .element_wise_jobs import optimizer_jobs
+from .element_wise_jobs import OptimizerJob, optimizer_jobs
 from .gradient_programs import Batch
 from .gradient_runs import GradientRuns
-from .jobs import is_aligned, training_job
+from .jobs import is_aligned, training_job, usual_training_jobs
 from .losses import CONSTANT_GRADIENT
 from .optimizer_contract import Optimizer, State
 from .pending_losses import Loss, PendingLosses
@@ -140,13 +141,27 @@ class Training:
 
     def _start_optimizer_program(self) -> None:
         """Its kernels compile while the gradient program's do."""
+        if ("optimizer",) not in self._model.programs:
+            for job in self._optimizer_jobs():
+                self._model.toolbox.start(job)
+
+    def prepare(self) -> None:
+        """Start what compiles in other processes, in the background, where the disk cache seems to lack kernels of the
+        first step: the optimizer's, or the gradient's for every usual kind of inputs."""
+        model, processes = self._model, compile_processes()
+        if not processes.may_start:
+            return
+        stored = model.toolbox.has_stored
+        usual = usual_training_jobs(model.spec, self._loss, model.format.dtype, **self._gradients.kinds)
+        if not (all(map(stored, self._optimizer_jobs())) and any(map(stored, usual))):
+            processes.start()
+
+    def _optimizer_jobs(self) -> list[OptimizerJob]:
         model = self._model
-        if ("optimizer",) not in model.programs:
-            jobs = optimizer_jobs(
-                self.optimizer, model.n_network, model.format.dtype, fixed_point=model.sums_in_fixed_point
-            )
-            for job, _, _ in jobs:
-                model.toolbox.start(job)
+        jobs = optimizer_jobs(
+            self.optimizer, model.n_network, model.format.dtype, fixed_point=model.sums_in_fixed_point
+        )
+        return [job for job, _, _ in jobs]
 
     def optimizer_program(self) -> OptimizerProgram:
         return self._model.program(("optimizer",), self._make_optimizer_program)

@@ -18,7 +18,7 @@ from .command_line import CommandError, read_config
 from .config import config_parts, parse_loss, parse_model, parse_optimizer
 from .config_losses import check_loss
 from .engines import EngineUnavailable
-from .fused import cache, compiler, offline, refusals
+from .fused import cache, compile_processes, compiler, offline, refusals
 from .layout import n_params
 
 COLUMNS = (
@@ -117,7 +117,7 @@ def check_machine(archs: tuple[str, ...]) -> None:
 
 
 def n_processes(job: CompileJob) -> int:
-    return job.processes or min(offline.usable_cores(), offline.MAX_PROCESSES)
+    return job.processes or min(compile_processes.usable_cores(), offline.MAX_PROCESSES)
 
 
 def with_progress(records: Iterator[offline.JobRecord], total: int) -> Iterator[offline.JobRecord]:

@@ -23,9 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from numba_tcnn.fused import device_status
+from numba_tcnn.fused.compile_processes import usable_cores
 from numba_tcnn.fused.compiler import toolchain_problem
 from numba_tcnn.fused.jobs import Job
-from numba_tcnn.fused.offline import CAPABILITIES, compile_jobs, usable_cores
+from numba_tcnn.fused.offline import CAPABILITIES, compile_jobs
 
 from . import tables
 from .components import coverage
