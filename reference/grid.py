@@ -29,8 +29,11 @@ Options
     max_level                 levels ℓ ≥ m L + 0.001 are off, m being the sample's fraction of the L levels: their
                               features and everything that comes back through them are 0
     stochastic_interpolation  dL/dθ goes to one corner, chosen with probability W_c in each dimension apart, whole; one
-                              random number serves all dimensions of a sample and level, and every step draws the same
-    fixed_point_pos           the 32 bits of a float32 x are an integer, and the position x = integer / 2^32
+                              random number serves all dimensions of a sample and level, and every step draws the same.
+                              It is compared with ω in float32, whatever the rest is computed in: which corner that is
+                              belongs to the model, and is no rounding
+    fixed_point_pos           the 32 bits of a float32 x are an integer, and the position x = integer / 2^32; t is a
+                              quotient of float32 numbers, for the same reason
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class Corners:
 
     row        [C, B]  rows of the level's table
     weight     [C, B]  W_c
+    fraction   [D, B]  t_d
     omega      [D, B]  ω_d
     slope      [D, B]  dω_d/dt_d
     curvature  [D, B]  d²ω_d/dt_d²
@@ -70,13 +74,15 @@ class Corners:
 
     row: np.ndarray
     weight: np.ndarray
+    fraction: np.ndarray
     omega: np.ndarray
     slope: np.ndarray
     curvature: np.ndarray
 
 
 class Grid:
-    """The encoding of a `GridSpec`. x is [B, D]; parameters are the flat table of all levels."""
+    """The encoding of a `GridSpec`. x is [B, D]; parameters are the flat table of all levels, whose gradient `scatter`
+    sums."""
 
     padding_value = 0.0
 
@@ -84,6 +90,7 @@ class Grid:
         self.spec = spec
         self.precision = precision
         self.levels = grid_levels(spec)
+        self.scatter = scatter
 
     def forward(
         self, x: np.ndarray, params: np.ndarray, out: np.ndarray, samples: Samples = WHOLE_BATCH
@@ -114,7 +121,7 @@ class Grid:
             u = np.ascontiguousarray(dL_dout[:, self.columns(i)].T)  # [F, B]
             if gradient is not None:
                 row, weight = self.one_corner(corners, i, samples) if stochastic else (corners.row, corners.weight)
-                scatter(row, weight, u, rows_of(gradient, level))
+                self.scatter(row, weight, u, rows_of(gradient, level))
             if dL_dx is not None and self.spec.interpolation != "Nearest":
                 p = projected(rows_of(table, level).take(corners.row, axis=0), u)
                 dL_dx += (level.scale * corners.slope * first_differences(p, corners.omega)).T
@@ -139,7 +146,7 @@ class Grid:
             a = level.scale * corners.slope * v
             tangent = weight_tangents(corners.omega, a)
             weighted_sums(values, tangent, dL_ddLdy[:, self.columns(i)])
-            scatter(corners.row, tangent, u, rows_of(gradient, level))
+            self.scatter(corners.row, tangent, u, rows_of(gradient, level))
             p = projected(values, u)
             dL_dx += (level.scale * corners.slope * mixed_differences(p, corners.omega, a)).T
             dL_dx += (level.scale**2 * corners.curvature * v * first_differences(p, corners.omega)).T
@@ -163,15 +170,19 @@ class Grid:
             omega = slope = curvature = np.zeros_like(t)
         else:
             vertices = np.stack([cell, cell + np.uint32(1)], axis=1)  # [D, 2, B]
+            omega = self.omega(t)
             if self.spec.interpolation == "Smoothstep":
-                omega, slope, curvature = t * t * (3 - 2 * t), 6 * t * (1 - t), 6 - 12 * t
+                slope, curvature = 6 * t * (1 - t), 6 - 12 * t
             else:
-                omega, slope, curvature = t, np.ones_like(t), np.zeros_like(t)
+                slope, curvature = np.ones_like(t), np.zeros_like(t)
             weight = outer(np.multiply, [np.stack([1 - w, w]) for w in omega])
         if samples.max_level is not None:
             active = self.active(i, samples.max_level)
             weight, slope, curvature = (np.where(active, array, 0) for array in (weight, slope, curvature))
-        return Corners(rows_of_vertices(vertices, level, self.spec), weight, omega, slope, curvature)
+        return Corners(rows_of_vertices(vertices, level, self.spec), weight, t, omega, slope, curvature)
+
+    def omega(self, t: np.ndarray) -> np.ndarray:
+        return t * t * (3 - 2 * t) if self.spec.interpolation == "Smoothstep" else t
 
     def position(self, coordinates: np.ndarray, level: GridLevel) -> tuple[np.ndarray, np.ndarray]:
         """g as uint32 and t, both [D, B]."""
@@ -193,7 +204,7 @@ class Grid:
         n_samples = corners.row.shape[1]
         random = Pcg32(STOCHASTIC_SEED)
         random.advance(samples.first_row + i * (samples.batch_size or n_samples))
-        upper = random.uniform(n_samples) < corners.omega
+        upper = random.uniform(n_samples) < self.omega(corners.fraction.astype(np.float32, copy=False))
         corner = np.add.reduce([bit.astype(np.intp) << d for d, bit in enumerate(upper)])
         row = np.take_along_axis(corners.row, corner[None], axis=0)
         weight = np.ones_like(corners.weight[:1])
@@ -231,7 +242,8 @@ def fixed_point_cell_and_fraction(coordinates: np.ndarray, scale: float) -> tupl
     n = coordinates.astype(np.float32, copy=False).view(np.uint32)
     c = np.uint64(np.float32(2**32) / np.float32(max(scale, LARGEST_CELL_SCALE)))
     cell, remainder = np.divmod(n.astype(np.uint64) + c // np.uint64(2), c)
-    return cell.astype(np.uint32), (remainder / c).astype(coordinates.dtype)
+    t = remainder.astype(np.float32) / np.float32(c)
+    return cell.astype(np.uint32), t.astype(coordinates.dtype, copy=False)
 
 
 def weighted_sums(values: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:

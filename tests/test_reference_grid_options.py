@@ -240,6 +240,17 @@ def test_stochastic_gradient_goes_to_one_corner(interpolation: str, n_dims: int)
     np.testing.assert_array_equal(second.params, plain_second.params)
 
 
+def test_the_corner_is_chosen_in_float32_by_float64_models_too() -> None:
+    """A t that is beyond the random number, and rounds to it."""
+    spec = replace(STOCHASTIC, n_input_dims=1, n_levels=1, type="Dense", interpolation="Linear")
+    (level,), uniform = grid_levels(spec), float(Pcg32(1337).uniform(1)[0])
+    x = np.array([[(uniform * (1 + 2.0**-27) + 0.5) / level.scale]])
+    q = level.scale * x[0, 0] + 0.5  # 1 + t
+    assert uniform < q - 1 and np.float32(q - 1) == np.float32(uniform)
+    gradients = model(spec).backward(x, np.ones((1, 2))).params.reshape(-1, 2)
+    assert gradients[1].all() and np.count_nonzero(gradients) == 2
+
+
 def test_stochastic_draws() -> None:
     """The published first numbers of the stream, for samples 0, 1 and 5."""
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""A second right implementation: the reference with sums in float32, and features and sums off by some roundings.
+"""A second right implementation: the reference with all sums in float32, and features and sums off by some roundings.
 
 How far it is from the reference says what of a difference is nobody's fault, and how far a run of many steps can carry
 it. In float32, whose reference computes in float64, the factors of the second one's sums are float32 numbers, too.
@@ -10,11 +10,15 @@ cancels, that is what settles which of two stored numbers, or which side of a ga
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from numba_tcnn.reference.composite import Composite
+from numba_tcnn.reference.encoding_contract import Encoding
+from numba_tcnn.reference.grid import Grid
 from numba_tcnn.reference.matmul import rows_times_matrix
 from numba_tcnn.reference.mlp import MLP, Trace
 from numba_tcnn.reference.model import Model, SecondOrderGradients
@@ -61,6 +65,8 @@ def round_otherwise(model: Model, seed: int = 0, noise: float = SOME_ROUNDINGS) 
     that some round to a neighbour."""
     if model.network is not None:
         model.network = NetworkOfSingleSums(model.spec, model.precision, seed)
+    for grid in grids_of(model.encoding):
+        grid.scatter = scatter_single
     forward, signs = model.encoding.forward, {}
 
     def rounded_otherwise(x: np.ndarray, table: np.ndarray, out: np.ndarray, *more: Any) -> Any:
@@ -71,6 +77,23 @@ def round_otherwise(model: Model, seed: int = 0, noise: float = SOME_ROUNDINGS) 
         return context
 
     model.encoding.forward = rounded_otherwise
+
+
+def grids_of(encoding: Encoding) -> Iterator[Grid]:
+    """An encoding's grids, in composites too."""
+    if isinstance(encoding, Grid):
+        yield encoding
+    for child in encoding.children if isinstance(encoding, Composite) else ():
+        yield from grids_of(child.encoding)
+
+
+def scatter_single(row: np.ndarray, weight: np.ndarray, u: np.ndarray, gradient: np.ndarray) -> None:
+    """As `numba_tcnn.reference.grid.scatter`, summed in float32, one sample after the other: a table entry that
+    thousands of samples pull to and fro keeps a thousandth of what it adds up."""
+    for f in range(len(u)):
+        sums = np.zeros(len(gradient), np.float32)
+        np.add.at(sums, row.ravel(), (weight * u[f]).ravel().astype(np.float32, copy=False))
+        gradient[:, f] += sums
 
 
 def open_gates(trace: Trace) -> list[np.ndarray]:

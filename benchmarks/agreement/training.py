@@ -13,9 +13,10 @@ that are rounded before they are added or not, and the order of sums over layers
 Adam's own first moments say what its gradients were, to the bit. For other optimizers a second model on the device is
 asked; table gradients are summed by atomics, in any order, and where a gradient is all rounding Adam makes a whole step
 of its sign. So elements whose gradient was once below 1e-5 of its level's largest are left out there, and counted.
-Steps have to be long against the last place of a parameter, in which each may differ by one more: Lookahead by
+Steps should be long against the last place of a parameter, in which each may differ by one more: Lookahead by
 0.3 (w - slow) meets the middle between two float32 numbers in every tenth parameter. Here SGD therefore goes as far
-with each step as it goes in all of `sgd_run` (`WAY`), and as far as Adam.
+with each step as it goes in all of `sgd_run` (`WAY`), and as far as Adam. Where steps are short (rates that decay,
+Novograd's gradients of length 1), a second right optimizer is asked, whose every step ends a last place off.
 
 No run may leave the range of numbers: whether an h of 65510 is infinite is rounding, and behind it nothing moves or can
 be compared. So the reference goes first, and where it doesn't stay finite the rate is lowered, a sixteenth at a time.
@@ -42,6 +43,7 @@ from numba_tcnn.config import parse_optimizer
 from numba_tcnn.layout import parameter_blocks
 from numba_tcnn.reference import make_optimizer
 from numba_tcnn.reference.engine import ReferenceRuntime
+from numba_tcnn.reference.optimizer_contract import Optimizer
 
 from .comparison import TOLERANCES, Figure, relative_error
 from .draws import Config, Draw
@@ -201,21 +203,30 @@ def optimizer_run(fused: FusedModel, data: TrainingData, optimizer: Config, n_st
     trainer = fused.train(optimizer, None if rate == twin.learning_rate else rate)
     twin.learning_rate = rate
     placed, probe = fused.batch(data.x, data.y), FusedModel(draw, start)
-    expected, settled = start.copy(), np.ones(len(start), bool)
+    given, settled = [], np.ones(len(start), bool)
     for _ in range(n_steps):
         probe.params = probe.network.params = fused.network.params
         _, gradients = probe.training_step(data.x, data.y)
         settled &= is_settled(draw, gradients)
+        given.append(gradients)
         fused.step(trainer, placed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of matrices without roots
-            twin.step(expected, gradients)
     bar = SHAMPOO if "Shampoo" in names_of(optimizer) else SAME_GRADIENTS
-    params, kept, expected_kept = fused.network.params, trainer.optimizer.inference_params, twin.inference_params
+    expected, expected_kept = steps_from(twin, start, given)
+    params, kept = fused.network.params, trainer.optimizer.inference_params
     assert (kept is None) == (expected_kept is None), "only one side keeps parameters for inference"
-    errors = {"parameters": distance_over_way(params[settled], expected[settled], start[settled])}
-    if kept is not None:
-        errors["those of inference"] = distance_over_way(kept[settled], expected_kept[settled], start[settled])
+
+    def errors_of(params: np.ndarray, kept: np.ndarray | None) -> dict[str, float]:
+        errors = {"parameters": distance_over_way(params[settled], expected[settled], start[settled])}
+        if kept is not None:
+            errors["those of inference"] = distance_over_way(kept[settled], expected_kept[settled], start[settled])
+        return errors
+
+    def second_error(seed: int) -> float:
+        second = make_optimizer(parse_optimizer(optimizer), len(start), draw.spec.layer_shapes)
+        second.learning_rate = rate
+        return errors_of(*steps_from(second, start, given, np.random.default_rng(seed)))[where]
+
+    errors = errors_of(params, kept)
     where = max(errors, key=errors.get)
     assert trainer.skipped_steps == 0, "a step was skipped"
     used = params if kept is None else kept
@@ -225,7 +236,7 @@ def optimizer_run(fused: FusedModel, data: TrainingData, optimizer: Config, n_st
         return relative_error(outputs, expected_outputs)
 
     return OptimizerRun(
-        Figure(errors[where], bar, where=where),
+        Figure.measured(errors[where], bar, second_error, where),
         Figure.measured(
             output_error(fused.inference(data.x, "float32")),
             TOLERANCES[draw.dtype],
@@ -245,6 +256,21 @@ class OptimizerRun:
     outputs: Figure
     left_out: float
     n_steps: int
+
+
+def steps_from(
+    optimizer: Optimizer, start: np.ndarray, gradients: list[np.ndarray], noise: np.random.Generator | None = None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(parameters, those of inference if it keeps some) behind a step of each gradient; with `noise`, a parameter may
+    be one place off, either way, behind each."""
+    params = start.copy()
+    for gradient in gradients:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of matrices without roots
+            optimizer.step(params, gradient.copy())
+        if noise is not None:
+            params += np.spacing(params) * noise.integers(-1, 2, params.shape, np.int8)
+    return params, optimizer.inference_params
 
 
 def is_settled(draw: Draw, gradients: np.ndarray) -> np.ndarray:
