@@ -23,6 +23,7 @@ from .initial_values import initial_params
 from .layout import n_encoding_params, n_params, parameter_blocks
 from .repeated_calls import RepeatedCalls, never_move
 from .specs import ModelSpec
+from .streams import stream_handle
 
 
 class NotPickled:
@@ -270,12 +271,12 @@ class Module(NotPickled):
     def _inputs(self, x: Any) -> ArrayView:
         return self._batch(x, "x", self.n_input_dims)
 
-    def inference(self, x: Any, *, out: Any = None, dtype: DTypeLike = "float32", stream: int | None = None) -> Any:
+    def inference(self, x: Any, *, out: Any = None, dtype: DTypeLike = "float32", stream: Any = None) -> Any:
         """y [batch, n_output_dims] for x [batch, n_input_dims], in an array of the kind of x.
 
         out     write there instead and return it: C-contiguous, float32 or float16
         dtype   of the result without `out`: float32 or float16 (float64 from a model that computes in it)
-        stream  CUDA stream handle to launch on; by default the one on which x becomes ready
+        stream  CUDA stream to launch on, a handle or a library's object; by default the one on which x becomes ready
         """
         if stream is None:
             call = self._repeated.find(x, out)
@@ -297,7 +298,7 @@ class Module(NotPickled):
         if can_repeat and self._repeated.should_record(x, out, self.engine.configuration):
             self._repeated.keep(x, out, self.engine.record_inference(inputs, output))
             return out
-        stream = stream if stream is not None else inputs.stream
+        stream = stream_handle(stream, inputs.stream)
         if inputs.shape[0] > 0:
             self.engine.inference(inputs, output, stream=stream)
         return output.result(stream)
@@ -325,14 +326,14 @@ class Module(NotPickled):
             )
         return Prepared(self, inputs, self._output(out, (inputs.shape[0], self.n_output_dims)))
 
-    def forward(self, x: Any, *, stream: int | None = None) -> tuple[Any, Context]:
+    def forward(self, x: Any, *, stream: Any = None) -> tuple[Any, Context]:
         """(y, context): the outputs, and what `backward` needs. Any number of contexts may wait, in any order.
 
         y is that of the parameters that are trained, also where the optimizer keeps others for inference.
         """
         inputs = self._inputs(x)
         output = self.engine.empty_like(inputs, (inputs.shape[0], self.n_output_dims), self._gradient_dtype)
-        stream = stream if stream is not None else inputs.stream
+        stream = stream_handle(stream, inputs.stream)
         if inputs.shape[0] > 0:
             self.engine.inference(inputs, output, training_params=True, stream=stream)
         return output.result(stream), Context(self, inputs, self.engine.parameters_version)
@@ -344,7 +345,7 @@ class Module(NotPickled):
         *,
         parameters: str = "overwrite",
         input: bool = True,
-        stream: int | None = None,
+        stream: Any = None,
     ) -> Gradients:
         """Gradients of a loss L, given dL/dy [batch, n_output_dims] at the outputs of the context's forward pass.
 
@@ -362,7 +363,7 @@ class Module(NotPickled):
         gradient = self._gradient_buffer(x, parameters)
         accumulate = parameters == "accumulate" and gradient is self._parameter_gradient
         input_gradient = self.engine.empty_like(x, x.shape, self._gradient_dtype) if input else None
-        stream = stream if stream is not None else x.stream
+        stream = stream_handle(stream, x.stream)
         if x.shape[0] > 0 and (gradient is not None or input_gradient is not None):
             self.engine.backward(
                 x, upstream, params=gradient, accumulate=accumulate, input=input_gradient, stream=stream
@@ -392,7 +393,7 @@ class Module(NotPickled):
         return v
 
     def backward_backward_input(
-        self, context: Context, dL_ddLdinput: Any, dL_doutput: Any, *, stream: int | None = None
+        self, context: Context, dL_ddLdinput: Any, dL_doutput: Any, *, stream: Any = None
     ) -> SecondOrderGradients:
         """How dL/dx depends on everything: the backward pass of the backward pass with respect to x.
 
@@ -411,7 +412,7 @@ class Module(NotPickled):
         upstream = self._rows_of_context(dL_doutput, "dL_doutput", self.n_output_dims, x)
         shapes = {"dL_doutput": upstream.shape, "params": (self.n_params,), "input": x.shape}
         results = {name: self.engine.empty_like(x, shape, self._gradient_dtype) for name, shape in shapes.items()}
-        stream = stream if stream is not None else x.stream
+        stream = stream_handle(stream, x.stream)
         if x.shape[0] > 0:
             self.engine.backward_backward_input(x, v, upstream, **results, stream=stream)
         else:
@@ -434,9 +435,9 @@ class Prepared:
     def __init__(self, module: Module, x: ArrayView, out: ArrayView):
         self._module, self._x, self._out = module, x, out
 
-    def __call__(self, *, stream: int | None = None) -> Any:
+    def __call__(self, *, stream: Any = None) -> Any:
         if self._x.shape[0] > 0:
-            self._module.engine.inference(self._x, self._out, stream=stream if stream is not None else self._x.stream)
+            self._module.engine.inference(self._x, self._out, stream=stream_handle(stream, self._x.stream))
         return self._out.array
 
 

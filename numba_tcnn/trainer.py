@@ -17,6 +17,7 @@ from .modules import Module, NotPickled
 from .objectives import Loss, Optimizer, checked_learning_rate, create_loss, create_optimizer, non_negative
 from .perturbation import LogisticNoise
 from .repeated_calls import RepeatedCalls, never_move
+from .streams import stream_handle
 
 
 class Trainer(NotPickled):
@@ -60,13 +61,14 @@ class Trainer(NotPickled):
         data_pdf: Any = None,
         external_gradient: Any = None,
         run_optimizer: bool = True,
-        stream: int | None = None,
+        stream: Any = None,
     ) -> LossValue:
         """One step on x [batch, n_input_dims] with targets y [batch, n_output_dims]; any batch size.
 
         data_pdf           [batch, n_output_dims], probability density with which the samples were drawn
         external_gradient  [batch, n_output_dims], dL/dy to use instead of the loss's gradient; y may then be None
         run_optimizer      False: only the loss, the parameters stay as they are
+        stream             CUDA stream to launch on, a handle or a library's object; by default that of x
 
         A batch of 0 samples changes nothing and has loss 0.
         """
@@ -77,6 +79,7 @@ class Trainer(NotPickled):
                 loss = self.network.engine.repeat_step(call)
                 if loss is not None:
                     return loss
+        stream = stream_handle(stream, None)
         inputs = self.network._inputs(x)
         targets = self._rows(y, "y", inputs)
         if targets is None and external_gradient is None:
@@ -112,7 +115,7 @@ class Trainer(NotPickled):
         """`training_step` on arrays that have been checked."""
         if x.shape[0] == 0:
             return LossValue(0.0)
-        stream = stream if stream is not None else x.stream
+        stream = x.stream if stream is None else stream
         perturbed = None
         if self._noise is not None and external_gradient is None:
             perturbed, gradient = self._perturbed_loss(x, y, data_pdf, stream)
