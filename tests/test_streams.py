@@ -71,7 +71,9 @@ def test_calls_launch_on_the_stream_of_an_object(call: str, gpu: EmulatedDriver,
     assert gpu.launches[-1][2] == 5
 
 
-@pytest.mark.parametrize("stream", ["abc", 1.5, True, -1, object()], ids=repr)
+@pytest.mark.parametrize(
+    "stream", ["abc", 1.5, True, -1, object()], ids=["text", "fraction", "bool", "negative", "object"]
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_no_stream_is_named(call: str, stream: Any) -> None:
     config = {"encoding": {"otype": "Identity"}, "network": {"otype": "FullyFusedMLP", "n_neurons": 16}}
