@@ -75,8 +75,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{command}: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would raise again
+        drop_buffered_output()
         return EXIT_UNREAD
+    except OSError as error:  # a disk that is full, for one
+        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        drop_buffered_output()
+        return EXIT_USER_ERROR
+
+
+def drop_buffered_output() -> None:
+    """What is still to be written would raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_environment() -> None:
+    """Raises CommandError for variables that say what can't be, before anything is compiled."""
+    fused = importlib.import_module("numba_tcnn.fused.compile_processes")
+    try:
+        fused.n_processes()
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    try:
+        fused.cache.cache_directory()
+    except RuntimeError as error:
+        raise CommandError(f"the cache of kernels: {error}; name a folder for it by {fused.cache.VARIABLE}") from error
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -137,6 +159,7 @@ def image_command(arguments: list[str]) -> int:
     )
     add("--compare", action="store_true", help="also draw the error between the two engines")
     options = parser.parse(arguments)
+    check_environment()
 
     from .image import ImageJob, run
 
@@ -159,6 +182,7 @@ def compile_command(arguments: list[str]) -> int:
     add("--json", action="store_true", help="one JSON object a kernel and line")
     add("--processes", type=whole_number(1, 1024), metavar="N", help="that compile at a time (a core each, at most 8)")
     options = parser.parse(arguments)
+    check_environment()
 
     from .compile_command import CompileJob, run
 
@@ -182,6 +206,7 @@ def doctor_command(arguments: list[str]) -> int:
     )
     parser.add_argument("--device", type=whole_number(0, 1023), default=0, metavar="N", help="CUDA device number (0)")
     options = parser.parse(arguments)
+    check_environment()
 
     from .doctor import run
 

@@ -71,6 +71,42 @@ def one_line(capsys: pytest.CaptureFixture) -> str:
 # ------------------------------------------------------------------------------------------- wrong input
 
 
+COMMANDS = [["image"], ["doctor"], ["compile", "c.json", "--inputs", "2", "--outputs", "1"]]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_an_environment_that_says_what_can_not_be(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, nothing_is_made: None
+) -> None:
+    monkeypatch.setenv("NUMBA_TCNN_COMPILE_PROCESSES", "-1")
+    assert cli.main(arguments) == 2
+    assert "NUMBA_TCNN_COMPILE_PROCESSES is '-1'" in one_line(capsys)
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_a_user_without_a_home_is_told_to_name_a_cache(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, nothing_is_made: None
+) -> None:
+    def no_home(*_: object) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NUMBA_TCNN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cli.main(arguments) == 2
+    assert "name a folder for it by NUMBA_TCNN_CACHE_DIR" in one_line(capsys)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_output_that_can_not_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "numba_tcnn", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "No space left" in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
