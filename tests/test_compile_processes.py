@@ -131,6 +131,28 @@ def test_children_work_beside_one_another(processes, compiled_here: list[str], t
 
 @needs_fork
 @needs_toolkit
+def test_the_server_waits_for_its_children(processes: CompileProcesses, compiled_here: list[str]) -> None:
+    """Else each kernel would leave a process behind that has ended."""
+    kernels(GradientScaleJob("float32"))
+    server = processes.server.process_id
+    children = Path(f"/proc/{server}/task/{server}/children")
+    if not children.exists():
+        pytest.skip("this kernel does not list a process's children")
+    wait_until(lambda: children.read_text() == "")
+
+
+def test_kernels_of_the_cache_are_not_asked_for(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, tools = GradientScaleJob("bfloat16"), toolbox()
+    known = CompiledKernel(b"cubin", "entry", 1, 0, 0.0, 0, 0, 0, 0)
+    monkeypatch.setattr(processes, "start", lambda: pytest.fail("a server was asked"))
+    for source in placed_sources(job, job.plans(tools.chip), 0):
+        cache.store(tools._key(source), known)
+        future = processes.begin(source.place, tools._key(source), CAPABILITY)
+        assert future.result(timeout=0).cubin == b"cubin" and future.result().from_cache
+
+
+@needs_fork
+@needs_toolkit
 def test_threads_may_ask_at_once(processes: CompileProcesses, compiled_here: list[str]) -> None:
     made = {}
 
@@ -372,7 +394,8 @@ def test_a_script_takes_its_first_step_without_numba(tmp_path: Path) -> None:
 
 
 WAITS = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from compile_jobs import SmallJob, stay
 from test_compile_processes import compile_processes, placed_sources, toolbox
 
@@ -392,10 +415,13 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_the_server_ends_with_its_parent(how: signal.Signals, tmp_path: Path) -> None:
     waits = run(WAITS, tmp_path)
-    server = int(waits.stdout.readline())
-    wait_until(lambda: list(tmp_path.glob("a *")))
-    (child,) = [int(path.name.split()[1]) for path in tmp_path.glob("a *")]
-    waits.send_signal(how)
-    out, errors = waits.communicate(timeout=SECONDS)
+    try:
+        server = int(waits.stdout.readline())
+        wait_until(lambda: list(tmp_path.glob("a *")))
+        (child,) = [int(path.name.split()[1]) for path in tmp_path.glob("a *")]
+        waits.send_signal(how)
+        out, errors = waits.communicate(timeout=SECONDS)
+    finally:
+        waits.kill()
     assert (out, errors) == ("interrupted\n" if how == signal.SIGINT else "", "")
     wait_until(lambda: is_gone(server) and is_gone(child))

@@ -163,8 +163,22 @@ def check_phased(spec: ModelSpec, kernel: PhasedPlan, chip: Architecture, encodi
     assert chip.cc == 90 and kernel.shared_bytes <= chip.shared_per_block
     assert kernel.weights.resident and kernel.dx == (kernel.x if encoding_gradient else None)
     while_propagating = dict.fromkeys(tile for layer in kernel.summed for tile in (layer.h, layer.d))
-    first, *others = while_propagating if kernel.x_is_shared else (kernel.x, *(while_propagating or ()))
-    assert_disjoint([*kernel.weights.weights, first, *(tile for tile in others if tile != kernel.x)])
+    if kernel.lends:
+        lent, first_weights = kernel.summed[0].h, kernel.weights.weights[0]
+        assert not encoding_gradient and kernel.layers and len(kernel.summed) > 1
+        assert lent.offset == first_weights.offset and lent.end <= first_weights.end
+        del while_propagating[lent]
+    if kernel.x_is_shared:
+        assert_disjoint([*kernel.weights.weights, kernel.x, *list(while_propagating)[:-2]])  # without d, h of the last
+    else:
+        while_propagating[kernel.x] = None
+    assert_disjoint([*kernel.weights.weights, *while_propagating])
+    assert all(tile.end <= kernel.shared_end for tile in (kernel.x, *while_propagating))
+    if kernel.summed and not kernel.hands_on_packed:
+        place = kernel.summed[-1].h
+        handed_on = [kernel.input_tile(i) for i in range(1, len(kernel.layers))]
+        handed_on += [kernel.gradient_tile(i) for i in range(1, len(kernel.layers))]
+        assert all((tile.offset, tile.end) == (place.offset, place.end) for tile in handed_on)
     layers = (*kernel.layers, *kernel.summed)
     assert [(layer.d.columns, layer.h.columns) for layer in layers] == list(spec.layer_shapes)
     assert [layer.parameter_offset for layer in layers] == layer_offsets(spec)
@@ -175,6 +189,19 @@ def check_phased(spec: ModelSpec, kernel: PhasedPlan, chip: Architecture, encodi
         assert max(layer.d.end, layer.h.end) <= kernel.pair_bytes(i) <= kernel.shared_bytes // kernel.stages
     assert_every_product_is_summed_once(kernel)
     assert_every_product_is_summed_once(replace(kernel, layers=kernel.summed, summed=()))
+
+
+@pytest.mark.parametrize("encoding_gradient", [False, True])
+@pytest.mark.parametrize("n_outputs", [1, 16, 33, 64])
+@pytest.mark.parametrize("n_hidden", [2, 3, 4, 5])
+@pytest.mark.parametrize("encoding_width", [16, 32, 48, 64, 128])
+def test_tiles_of_phased_plans(encoding_width: int, n_hidden: int, n_outputs: int, encoding_gradient: bool) -> None:
+    chip, spec = architecture((9, 0)), make_spec(encoding_width, 128, n_hidden, n_outputs)
+    plans = phased_plans(spec, chip, encoding_gradient=encoding_gradient)
+    for kernel in plans:
+        check_phased(spec, kernel, chip, encoding_gradient)
+    for kernel in plans:  # 136 of five layers compile to 84 to 116 bytes of spills, of six to 184
+        assert n_accumulators(kernel.summed) + 2 * len(spec.layer_shapes) <= 146 or not kernel.layers
 
 
 def check_staged(spec: ModelSpec, staged: StagedPlan, chip: Architecture, encoding_gradient: bool) -> None:
