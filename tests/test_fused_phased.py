@@ -124,7 +124,8 @@ def test_the_last_layers_summed_at_once(n_hidden: int, n_summed: int, lends: boo
     assert (len(plan.summed), plan.lends) == (n_summed, lends) and plan.x_is_shared
 
 
-@pytest.mark.parametrize("n_hidden", [4, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n_hidden", [3, 4])
 def test_the_last_layers_summed_before_an_encoding(n_hidden: int) -> None:
     """W_0 is needed on the way back too, and fewer registers are left."""
     plan = check_phased(mlp(128, 16, *[128] * n_hidden), at_once=True, batch=140, gradient_tolerance=4e-3)

@@ -68,7 +68,7 @@ ALONE = {
 }
 
 
-LONGEST = ("7 dims", "sum", "product of a sum")  # gaps and overlaps, and grids of other dims, are always compiled
+LONGEST = ("7 dims", "sum", "product of a sum", "gaps and overlaps")  # a product, and grids of other dims, always are
 
 
 @needs_toolkit
