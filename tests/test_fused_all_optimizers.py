@@ -192,6 +192,7 @@ def test_an_optimizer_for_each_slice(config: dict[str, Any], seed: int) -> None:
     train(config, seed, 20)
 
 
+@pytest.mark.exhaustive
 @few
 @given(COMPOSITES, st.sampled_from(["EMA", "Average", "Lookahead", "Batched", "ExponentialDecay"]), SEEDS)
 def test_optimizers_around_a_composite(config: dict[str, Any], otype: str, seed: int) -> None:

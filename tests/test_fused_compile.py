@@ -285,7 +285,7 @@ SMALL_IMAGE = spec_of(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "capability",
-    [(8, 0), (9, 0), *(pytest.param(c, marks=pytest.mark.exhaustive) for c in [(8, 6), (10, 0), (12, 0)])],
+    [(9, 0), *(pytest.param(c, marks=pytest.mark.exhaustive) for c in [(8, 0), (8, 6), (10, 0), (12, 0)])],
     ids=lambda c: f"sm_{c[0]}{c[1]}",
 )
 def test_dtypes_compile_wherever_bfloat16_is_multiplied(dtype: str, capability: tuple[int, int], ptx_of) -> None:
@@ -310,7 +310,7 @@ def test_turing_multiplies_eight_deep(ptx_of) -> None:
 
 
 @needs_toolkit
-@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("width", [16, 64, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_float32_has_plans_for_the_usual_widths(width: int, ptx_of) -> None:
     """Three planes leave few registers: the widest that tiny-cuda-nn fuses must not spill either."""
     spec = spec_of(16, 3, {"otype": "Identity"}, n_neurons=width, n_hidden_layers=2)

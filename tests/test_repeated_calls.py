@@ -85,13 +85,11 @@ def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
             np.testing.assert_array_equal(value, other[key])
 
 
-SHORT = (("Adam", False), ("Adam", True), ("Batched", False), ("Composite", False))
+SHORT = (("Adam", False), ("Adam", True), ("Batched", False))
 
 
 def marks(name: str, split: bool) -> list[pytest.MarkDecorator]:
-    if (name, split) not in SHORT:
-        return [pytest.mark.exhaustive]
-    return [pytest.mark.slow] if name == "Composite" else []
+    return [] if (name, split) in SHORT else [pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
